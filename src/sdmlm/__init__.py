@@ -1,0 +1,28 @@
+"""sdmlm: uncertainty-aware language models with Similarity-Distance-Magnitude estimators."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from sdmlm.classifier import SDMClassifier
+    from sdmlm.estimator import SDMEstimator
+    from sdmlm.region import HighReliabilityRegion
+    from sdmlm.scores import Scores
+
+# Loaded when first used: `import sdmlm` and `sdmlm --help` need not wait for torch.
+_WHERE = {
+    "HighReliabilityRegion": "sdmlm.region",
+    "SDMClassifier": "sdmlm.classifier",
+    "SDMEstimator": "sdmlm.estimator",
+    "Scores": "sdmlm.scores",
+}
+__all__ = ["HighReliabilityRegion", "SDMClassifier", "SDMEstimator", "Scores", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'sdmlm' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)

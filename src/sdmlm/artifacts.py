@@ -1,0 +1,126 @@
+"""Folders on disk: safetensors and JSON, checksummed, replaced atomically.
+
+`config.json` is the commit point. It names the other files with their SHA-256, and those carry part of the hash in their
+names; so a save first writes new files beside the old ones, then replaces `config.json` in one step, then removes what the
+old one named. Whenever the power goes, the folder is the old artifact or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+CONFIG = "config.json"
+
+
+def write_artifact(
+    folder: str | Path, kind: str, version: int, config: dict[str, Any], tensors: dict[str, Tensor], texts: dict[str, Any]
+) -> None:
+    """Write `config`, `tensors` and JSON-able `texts` as an artifact of this kind and version."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder to save into.")
+    old = _named_files(folder)
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder / "tensors.tmp") as path:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+            tensor_file = _into_place(path, "tensors", ".safetensors", written)
+        with _temporary(folder / "texts.tmp") as path:
+            path.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+            text_file = _into_place(path, "texts", ".json", written)
+        head = {"kind": kind, "format_version": version, "files": {"tensors": tensor_file, "texts": text_file}}
+        with _temporary(folder / "config.tmp") as path:
+            path.write_text(json.dumps({**head, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            _flush(path)
+            os.replace(path, folder / CONFIG)
+    except OSError as error:
+        for path in written:
+            if path.name not in old:
+                path.unlink(missing_ok=True)
+        raise ValueError(f"Could not save to {folder}: {error.strerror or error}. What was there before is intact.") from error
+    for name in old - {tensor_file["name"], text_file["name"]}:
+        (folder / name).unlink(missing_ok=True)
+
+
+def read_artifact(folder: str | Path, kind: str, version: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """(config, tensors, texts) of an artifact, or a ValueError that says what is wrong with it."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} holds no {CONFIG}: it is not a saved {kind}.")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found_kind, found_version, files = config["kind"], int(config["format_version"]), config["files"]
+        entries = {part: (str(files[part]["name"]), str(files[part]["sha256"])) for part in ("tensors", "texts")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG} is damaged: save the artifact again or restore it from a copy.") from error
+    if found_kind != kind:
+        raise ValueError(f"{folder} holds a saved {found_kind}, not a {kind}.")
+    if found_version > version:
+        raise ValueError(
+            f"{folder} was written by a newer sdmlm (format {found_version}, this one reads up to {version}): upgrade sdmlm."
+        )
+    for name, sha256 in entries.values():
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing: the artifact is damaged, restore it from a copy.")
+        if _sha256(folder / name) != sha256:
+            raise ValueError(f"{folder / name} is damaged (its checksum differs): restore it from a copy.")
+    tensors = load_file(folder / entries["tensors"][0])
+    texts = json.loads((folder / entries["texts"][0]).read_text(encoding="utf-8"))
+    return config, tensors, texts
+
+
+def write_text_atomically(path: str | Path, text: str) -> None:
+    """Replace a text file in one step; an OSError (a full disk, say) leaves the old one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary(path.with_name(path.name + ".tmp")) as partial:
+        partial.write_text(text, encoding="utf-8")
+        _flush(partial)
+        os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _into_place(path: Path, stem: str, suffix: str, written: list[Path]) -> dict[str, str]:
+    _flush(path)
+    sha256 = _sha256(path)
+    target = path.with_name(f"{stem}-{sha256[:12]}{suffix}")
+    os.replace(path, target)
+    written.append(target)
+    return {"name": target.name, "sha256": sha256}
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _named_files(folder: Path) -> set[str]:
+    """What the present config.json names; nothing where there is none, or none that can be read."""
+    try:
+        files = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["files"]
+        return {Path(str(entry["name"])).name for entry in files.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()

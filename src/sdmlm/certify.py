@@ -1,0 +1,117 @@
+"""A certificate for the accepted: learn, then test.
+
+The high-reliability region is an estimate. A certificate needs points that played no part in finding it. For each
+threshold t of a grid fixed beforehand, the region with q'_min = t is tested, for each predicted class, against "its accuracy
+is below alpha": given how many of the points it accepts, the errors among them are binomial, so the test is exact. A
+region passes when every class does (an intersection-union test, which needs no correction over classes), at the level
+delta / (size of the grid) (Bonferroni over thresholds). So with probability at least 1 - delta no region that passes falls
+short of alpha, and the loosest one may be picked after the fact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from sdmlm.region import HighReliabilityRegion
+from sdmlm.scores import Scores
+
+
+@dataclass(frozen=True)
+class ThresholdTest:
+    """The test of one threshold for one predicted class."""
+
+    q_min: float
+    predicted_class: int
+    accepted: int
+    errors: int
+    p_value: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """`region` is the certified one, or None if no threshold passed; `tests` shows every test that was made."""
+
+    alpha: float
+    delta: float
+    region: HighReliabilityRegion | None
+    tests: tuple[ThresholdTest, ...]
+
+    def accepts(self, scores: Scores) -> NDArray[np.bool_]:
+        """Which points the certified region accepts; none if there is no certificate."""
+        if self.region is None:
+            return np.zeros(len(scores), dtype=bool)
+        inside: NDArray[np.bool_] = self.region.contains(scores.q_prime, scores.p, scores.prediction)
+        return inside
+
+    def __str__(self) -> str:
+        if self.region is None:
+            return (
+                f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: give more points, "
+                "or a lower alpha."
+            )
+        return (
+            f"Certified: with probability at least {1 - self.delta:g}, the accuracy among the accepted is at least "
+            f"{self.alpha} for each predicted class, from q' {self.region.q_min:g} on."
+        )
+
+
+def threshold_grid(region: HighReliabilityRegion, calibration_q_prime: NDArray[np.float64], size: int = 10) -> list[float]:
+    """At most `size` thresholds from q'_min up, at even quantiles of the calibration q' (never of the test's)."""
+    values = calibration_q_prime[calibration_q_prime >= region.q_min]
+    if math.isinf(region.q_min) or len(values) == 0:
+        return []
+    return [float(v) for v in np.unique(np.quantile(values, np.arange(size) / size, method="lower"))]
+
+
+def certify_region(
+    region: HighReliabilityRegion,
+    grid: Sequence[float],
+    q_prime: NDArray[np.float64],
+    p: NDArray[np.float64],
+    predictions: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    delta: float = 0.05,
+    classes: Sequence[int] | None = None,
+) -> Certificate:
+    """Test `region` at every threshold of `grid` on points with true `labels`; see the module's text.
+
+    Only predictions in `classes` (default: all) are covered; the others the certified region always rejects.
+    """
+    if not 0.0 < delta < 1.0:
+        raise ValueError(f"delta is {delta!r} but must be between 0 and 1: 0.05 is usual.")
+    n_classes = p.shape[1]
+    covered = sorted(range(n_classes) if classes is None else {int(c) for c in classes})
+    if not covered or not set(covered) <= set(range(n_classes)):
+        raise ValueError(f"classes is {classes!r} but must name some of the classes 0..{n_classes - 1}.")
+    psi = tuple(region.psi[c] if c in covered else math.inf for c in range(n_classes))
+    wrong = predictions != labels
+    tests: list[ThresholdTest] = []
+    certified = None
+    for q_min in sorted(grid):
+        candidate = dataclasses.replace(region, q_min=q_min, psi=psi)
+        inside = candidate.contains(q_prime, p, predictions)
+        passed = True
+        for c in covered:
+            own = inside & (predictions == c)
+            n, errors = int(own.sum()), int((own & wrong).sum())
+            # So few errors or fewer, were the accuracy just alpha; nothing accepted proves nothing (1).
+            p_value = float(binom.cdf(errors, n, 1.0 - region.alpha))
+            tests.append(ThresholdTest(q_min, c, n, errors, p_value, p_value <= delta / len(grid)))
+            passed &= tests[-1].passed
+        if passed and certified is None:
+            certified = candidate
+    return Certificate(region.alpha, delta, certified, tuple(tests))
+
+
+def certificate_rows(certificate: Certificate) -> list[dict[str, Any]]:
+    """The tests as plain dictionaries, for tables and JSON."""
+    return [dataclasses.asdict(test) for test in certificate.tests]

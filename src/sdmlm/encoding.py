@@ -1,0 +1,314 @@
+"""Documents as token ids: segments, contrastive masking, verification tags (spec section 7, the paper's Table 1).
+
+A document is prompt + body + separator + `<verified>` + `Yes</verified>` (or `No</verified>`) + what closes the turn.
+The segments are tokenised apart and joined, so no token ever straddles two of them and masks and positions are exact
+for every tokenizer. The tags are ours to add, not the user's.
+
+Rows follow TRL's preference format: `prompt`, `chosen`, `rejected`, either strings or lists of role/content. The model
+decides how a prompt is put: with a chat template a string is one user message; without one the text stands as it is,
+after BOS if the tokenizer adds one, and EOS closes the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label that PyTorch's and Hugging Face's losses skip
+COLUMNS = ("prompt", "chosen", "rejected")
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class VerificationTags:
+    """The tags and the two answers: the one place where they are written."""
+
+    open: str = "<verified>"
+    close: str = "</verified>"
+    yes: str = "Yes"
+    no: str = "No"
+    separator: str = "\n"
+
+    def __post_init__(self) -> None:
+        if not all((self.open, self.close, self.yes, self.no)):
+            raise ValueError("VerificationTags: open, close, yes and no must not be empty.")
+        if self.open in self.close or self.close in self.open:
+            raise ValueError(
+                f"VerificationTags: open ({self.open!r}) and close ({self.close!r}) must not contain each other."
+            )
+        if self.yes.startswith(self.no) or self.no.startswith(self.yes):
+            raise ValueError(f"VerificationTags: yes ({self.yes!r}) and no ({self.no!r}) must not begin alike.")
+
+    def answer(self, verified: bool) -> str:
+        """What follows the opening tag: `Yes</verified>` or `No</verified>`."""
+        return (self.yes if verified else self.no) + self.close
+
+    def suffix(self, verified: bool) -> str:
+        """All that follows the body."""
+        return self.separator + self.open + self.answer(verified)
+
+    def strip_suffix(self, completion: str) -> str:
+        """The body of a completion of the user's data: a whole verification suffix at its end is taken off."""
+        text = completion.rstrip()
+        for verified in (True, False):
+            if text.endswith(self.open + self.answer(verified)):
+                return text.removesuffix(self.open + self.answer(verified)).removesuffix(self.separator)
+        return completion
+
+    def split(self, generated: str) -> tuple[str, bool | None]:
+        """Body and verdict of a generated text, at its right-most opening tag; no legible verdict is None."""
+        body, tag, rest = generated.rpartition(self.open)
+        if not tag:
+            body, rest = generated, ""
+        verdict = True if rest.startswith(self.yes) else False if rest.startswith(self.no) else None
+        return body.removesuffix(self.separator), verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One document: ids, labels (-100 where the loss is masked), index of the last token of our `<verified>`."""
+
+    input_ids: list[int]
+    labels: list[int]
+    verified_at: int
+
+
+@dataclass
+class Encoder:
+    """Turns rows into ids for one tokenizer, which is read and never changed.
+
+    `max_length` bounds prompt, completion and suffix together. A longer row is refused by name, or with
+    `truncate_prompt` loses the left of its prompt; completion and suffix are never cut.
+    """
+
+    tokenizer: Any
+    tags: VerificationTags = field(default_factory=VerificationTags)
+    max_length: int | None = None
+    truncate_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        tok = self.tokenizer
+        self._anchor = self._plain("a")
+        self._adds_space = self.decode(self._anchor) != "a"
+        # What the tokenizer puts before a text (BOS or nothing). What it may put after it is no part of a prompt.
+        whole = list(tok("a", verbose=False)["input_ids"])
+        width = len(self._anchor)
+        self._before = whole[: next((i for i in range(len(whole)) if whole[i : i + width] == self._anchor), 0)]
+        self._lead, self.closing_ids = self._turn()
+        self.open_ids = self.continuation(self.tags.open)
+        self.answer_ids = {verified: self.continuation(self.tags.answer(verified)) for verified in (True, False)}
+        for ids in (self.open_ids, *self.answer_ids.values()):
+            if self.decode(ids) not in (self.tags.open, self.tags.answer(True), self.tags.answer(False)):
+                raise ValueError(
+                    f"This tokenizer cannot spell the verification tags (one of them reads back as "
+                    f"{self.decode(ids)!r}): choose other VerificationTags."
+                )
+        # The same room for both answers, so that the prompt kept never depends on the answer that follows.
+        self.suffix_length = len(self.open_ids) + max(map(len, self.answer_ids.values())) + len(self.closing_ids)
+        # An added token is atomic: it ends the turn by itself, whatever closes the turn around it.
+        self.stop_ids = ({*self.closing_ids} & {*tok.added_tokens_decoder}) | ({tok.eos_token_id} - {None})
+        self.pad_id: int = next((i for i in (tok.pad_token_id, tok.eos_token_id) if i is not None), 0)
+        self._may_close: dict[int, bool] = {}
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def continuation(self, text: str) -> list[int]:
+        """Ids of a text that follows other text.
+
+        SentencePiece-style tokenizers put a space before every text they are given, which nobody wrote: there the
+        text is read after an anchor, whose ids are then taken off again.
+        """
+        if self._adds_space and text:
+            for anchor in ("\n", ">", "a", ".", "0"):
+                head, both = self._plain(anchor), self._plain(anchor + text)
+                if both[: len(head)] == head:  # otherwise the anchor has merged with the text: try another
+                    return both[len(head) :]
+        return self._plain(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids that follow other ids, special tokens and a leading space included."""
+        before, text = (
+            self.tokenizer.decode(list(x), clean_up_tokenization_spaces=False)
+            for x in (self._anchor, [*self._anchor, *ids])
+        )
+        return str(text[len(before) :])
+
+    def _render(self, messages: Messages, begin: bool) -> str:
+        plain = [dict(m) for m in messages]
+        return str(self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=begin))
+
+    def _turn(self) -> tuple[str, list[int]]:
+        """White space that the chat template puts before an answer, and the ids that close the assistant's turn.
+
+        Both are read off a rendered conversation. Line breaks at its very end belong to the next turn, and a turn
+        that no added token closes is closed by EOS, for otherwise the model could not learn to stop.
+        """
+        eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        if not self.tokenizer.chat_template:
+            return "", eos
+        question, mark = {"role": "user", "content": "a"}, "SDMLM-BODY"
+        begun = self._render([question], True)
+        before, _, after = self._render([question, {"role": "assistant", "content": mark}], False).rpartition(mark)
+        lead = before.removeprefix(begun)
+        ids = self.continuation(after.rstrip())
+        closed = any(i in self.tokenizer.added_tokens_decoder for i in ids)
+        return lead if lead.isspace() else "", ids if closed else ids + eos
+
+    def _prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
+        if not self.tokenizer.chat_template:
+            text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
+            ids = self._plain(text)
+            return ids if self._before and ids[: len(self._before)] == self._before else self._before + ids
+        from jinja2 import TemplateError
+
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            return self._plain(self._render(messages, True))
+        except TemplateError as error:
+            raise ValueError(f"{_name(row)}: the tokenizer's chat template refuses this prompt ({error}).") from error
+
+    def _fitted(self, prompt_ids: list[int], following: int, row: object) -> list[int]:
+        """The prompt's ids, refused or cut on the left where `following` more do not fit; BOS is kept."""
+        if self.max_length is None or len(prompt_ids) + following <= self.max_length:
+            return prompt_ids
+        bos = prompt_ids[:1] if prompt_ids[:1] == [self.tokenizer.bos_token_id] else []
+        room = self.max_length - following - len(bos)
+        if self.truncate_prompt and room >= 1:
+            return bos + prompt_ids[-room:]
+        fix = "" if self.truncate_prompt else ", or set truncate_prompt=True"
+        raise ValueError(
+            f"{_name(row)} needs {len(prompt_ids)} tokens for its prompt and {following} after it but max_length is "
+            f"{self.max_length}: raise max_length or drop the row{fix}."
+        )
+
+    def _parts(self, prompt: str | Messages, completion: str | Messages, row: object) -> tuple[list[int], list[int]]:
+        """Ids of the prompt, and of body and separator."""
+        body = self.tags.strip_suffix(completion_text(completion))
+        lead = "" if body.startswith(self._lead) else self._lead
+        body_ids = self.continuation(lead + body + self.tags.separator)
+        prompt_ids = self._prompt_ids(prompt, row)
+        return self._fitted(prompt_ids, len(body_ids) + self.suffix_length, row), body_ids
+
+    def encode(self, prompt: str | Messages, completion: str | Messages, verified: bool, row: object = None) -> Encoded:
+        """A whole document with its contrastive mask: a positive counts from its first completion token on, a
+        negative from our `<verified>` on. A verification suffix that the completion already has is replaced."""
+        prompt_ids, body_ids = self._parts(prompt, completion, row)
+        suffix = self.open_ids + self.answer_ids[verified] + self.closing_ids
+        masked = len(prompt_ids) + (0 if verified else len(body_ids))
+        ids = prompt_ids + body_ids + suffix
+        return Encoded(
+            input_ids=ids,
+            labels=[IGNORED] * masked + ids[masked:],
+            verified_at=len(prompt_ids) + len(body_ids) + len(self.open_ids) - 1,
+        )
+
+    def encode_for_judging(self, prompt: str | Messages, completion: str | Messages, row: object = None) -> list[int]:
+        """The document up to and including `<verified>`: what the SDM layer reads."""
+        prompt_ids, body_ids = self._parts(prompt, completion, row)
+        return prompt_ids + body_ids + self.open_ids
+
+    def encode_prompt(self, prompt: str | Messages, room: int = 1, row: object = None) -> list[int]:
+        """The prompt to generate from, leaving at least `room` tokens before the suffix (where there is a bound)."""
+        return self._fitted(self._prompt_ids(prompt, row), room + self.suffix_length, row)
+
+    def ends(self, generated: Sequence[int]) -> bool:
+        """Whether the newest of the generated ids ends the generation: end of turn, or closing tag complete."""
+        newest = generated[-1]
+        if newest in self.stop_ids:
+            return True
+        if newest not in self._may_close:  # most tokens cannot complete the tag: look closer only at those that can
+            self._may_close[newest] = not {self.tags.close[-1], "\ufffd"}.isdisjoint(self.decode([newest]))
+        window = len(self.tags.close.encode())  # each of its tokens spells at least one byte of the tag
+        return self._may_close[newest] and self.tags.close in self.decode(generated[-window:])
+
+    def read(self, generated: Sequence[int]) -> tuple[str, bool | None]:
+        """Body and verdict of generated ids."""
+        end = next((n for n, i in enumerate(generated) if i in self.stop_ids), len(generated))
+        return self.tags.split(self.decode(generated[:end]))
+
+
+def encode(
+    tokenizer: Any,
+    prompt: str | Messages,
+    completion: str | Messages,
+    verified: bool,
+    *,
+    tags: VerificationTags | None = None,
+    max_length: int | None = None,
+    truncate_prompt: bool = False,
+    row: object = None,
+) -> Encoded:
+    """One document. For many, make one `Encoder` and call its `encode`."""
+    encoder = Encoder(tokenizer, tags or VerificationTags(), max_length, truncate_prompt)
+    return encoder.encode(prompt, completion, verified, row)
+
+
+def collate(documents: Sequence[Encoded], pad_id: int) -> dict[str, Tensor]:
+    """A batch, padded on the right: `input_ids`, `attention_mask`, `labels` (B, L) and `verified_at` (B,)."""
+    longest = max(len(d.input_ids) for d in documents)
+
+    def padded(rows: list[list[int]], fill: int) -> Tensor:
+        return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
+
+    return {
+        "input_ids": padded([d.input_ids for d in documents], pad_id),
+        "attention_mask": padded([[1] * len(d.input_ids) for d in documents], 0),
+        "labels": padded([d.labels for d in documents], IGNORED),
+        "verified_at": torch.tensor([d.verified_at for d in documents]),
+    }
+
+
+def completion_text(completion: str | Messages) -> str:
+    """The text of a completion in either format."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def check_rows(rows: Sequence[Mapping[str, Any]], tags: VerificationTags | None = None) -> None:
+    """Refuse a data set (a `datasets.Dataset` or a list of dicts) whose rows cannot be trained on."""
+    tags = tags or VerificationTags()
+    if len(rows) == 0:
+        raise ValueError("The data set has no rows.")
+    problems = [(n, problem) for n, row in enumerate(rows) if (problem := _problem(row, tags))]
+    if problems:
+        row_number, problem = problems[0]
+        others = f" ({len(problems) - 1} more rows have a problem too.)" if len(problems) > 1 else ""
+        raise ValueError(f"{_name(row_number)}: {problem}{others}")
+
+
+def _problem(row: Mapping[str, Any], tags: VerificationTags) -> str | None:
+    for column in COLUMNS:
+        if column not in row:
+            found = ", ".join(map(repr, row)) or "none"
+            return f"column {column!r} is missing (found: {found}): rows need 'prompt', 'chosen' and 'rejected'."
+        value = row[column]
+        if not isinstance(value, str):
+            if not isinstance(value, Sequence) or not all(
+                isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+                for m in value
+            ):
+                return (
+                    f"{column!r} is {type(value).__name__}, not text: give a string or a list of "
+                    "{'role': ..., 'content': ...} with text in both."
+                )
+            if column == "prompt" and value and value[-1]["role"] == "assistant":
+                return "'prompt' ends with an assistant message: move that message to 'chosen' and 'rejected'."
+            if column != "prompt" and [m["role"] for m in value] not in ([], ["assistant"]):
+                return f"{column!r} must be exactly one assistant message: put the turns before it into 'prompt'."
+        text = value if isinstance(value, str) else "".join(m["content"] for m in value)
+        if not (text if column == "prompt" else tags.strip_suffix(text)).strip():
+            return f"{column!r} is empty: fill it or drop the row."
+    bodies = [tags.strip_suffix(completion_text(row[column])).strip() for column in ("chosen", "rejected")]
+    if bodies[0] == bodies[1]:
+        return (
+            "'chosen' and 'rejected' are equal (tags and outer white space apart): 'rejected' must be a wrong answer."
+        )
+    return None
+
+
+def _name(row: object) -> str:
+    return "This row" if row is None else f"Row {row}"

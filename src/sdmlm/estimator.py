@@ -1,0 +1,496 @@
+"""SDMEstimator: embeddings and labels in, calibrated accept/reject decisions with evidence out (spec sections 1 to 6)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from sdmlm import __version__
+from sdmlm.adaptor import ExemplarAdaptor, MakeSupport, train_adaptor
+from sdmlm.artifacts import read_artifact, write_artifact
+from sdmlm.certify import Certificate, certify_region, threshold_grid
+from sdmlm.explain import Explanation, explain_points
+from sdmlm.layer import SDMLayer
+from sdmlm.progress import progress_bar
+from sdmlm.region import DistanceCDF, HighReliabilityRegion, check_alpha
+from sdmlm.scores import Scores
+from sdmlm.support import SupportSet
+
+KIND, VERSION = "sdmlm estimator", 1
+DocumentId = int | str
+Calibration = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, Sequence[DocumentId]]
+
+
+class SDMEstimator:
+    """Similarity-Distance-Magnitude estimator over any embeddings, for any number of classes.
+
+    Parameters
+    ----------
+    alpha: the accuracy that the accepted are to have, per class and per prediction; in (0.5, 1].
+    exemplar_dim: M, the width of the exemplar vectors h'.
+    epochs, batch_size, learning_rate: of the Adam training of each round.
+    rounds: J, rounds of fresh random halves and fresh initial weights; the one with the lowest loss wins.
+    center: "global" (one mean and standard deviation over all entries, as published) or "feature" (per column).
+    seed: the same seed gives the same result.
+    device: a torch device; by default a GPU where there is one.
+    ensemble: keep the models of all rounds, and accept only what all of them accept as the same class.
+    max_q: cap on q; None for none (the published code capped it at 2048).
+    index: "exact", or "faiss" for an approximate index over supports beyond a million vectors (extra `faiss`).
+    progress: show a progress bar while fitting, where there is a terminal.
+
+    Learned: `classes_`, `n_features_in_`, `alpha_`, `region_`, `loss_`, `history_`, `layers_` (the best round first).
+
+    >>> rng = np.random.default_rng(0)
+    >>> y = rng.integers(0, 2, 400)
+    >>> X = rng.normal(size=(400, 16)) + 2.0 * y[:, None]
+    >>> estimator = SDMEstimator(alpha=0.9, exemplar_dim=32, epochs=20, learning_rate=1e-3, rounds=1).fit(X, y)
+    >>> scores = estimator.score(X[:5])
+    >>> scores.accepted.shape
+    (5,)
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.95,
+        exemplar_dim: int = 1000,
+        epochs: int = 200,
+        batch_size: int = 50,
+        learning_rate: float = 1e-5,
+        rounds: int = 10,
+        center: str = "global",
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        ensemble: bool = False,
+        max_q: int | None = None,
+        index: str = "exact",
+        progress: bool = True,
+    ) -> None:
+        self.alpha = alpha
+        self.exemplar_dim = exemplar_dim
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.rounds = rounds
+        self.center = center
+        self.seed = seed
+        self.device = device
+        self.ensemble = ensemble
+        self.max_q = max_q
+        self.index = index
+        self.progress = progress
+
+    # Fitting
+
+    def fit(
+        self,
+        X: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        ids: Sequence[DocumentId] | None = None,
+        calibration: Calibration | None = None,
+        documents: Mapping[DocumentId, str] | None = None,
+        on_epoch: Callable[[dict[str, float]], None] | None = None,
+    ) -> SDMEstimator:
+        """Fit on embeddings X (N, D) and labels y (N,) in 0..C-1.
+
+        Each round halves the points at random, class by class, into a training and a calibration split; `calibration`,
+        (Xc, yc) or (Xc, yc, idsc), fixes that split instead. `ids` name the points (default: 0..N-1, calibration points
+        counted on); `documents` maps ids to texts for `explain`. `on_epoch` hears of every epoch.
+        """
+        self._check_parameters()
+        x, labels = self._matrix(X, "X"), _label_tensor(y, "y")
+        _check_lengths("X", len(x), "y", len(labels))
+        n_classes = _count_classes(labels)
+        names = _checked_ids(ids, len(x), "ids")
+        given = None
+        if calibration is not None:
+            x_ca, y_ca = self._matrix(calibration[0], "calibration X"), _label_tensor(calibration[1], "calibration y")
+            _check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
+            if x_ca.shape[1] != x.shape[1]:
+                raise ValueError(f"X is {x.shape[1]} wide but the calibration X is {x_ca.shape[1]} wide: use one embedding.")
+            if len(calibration) == 3:
+                names_ca = _checked_ids(calibration[2], len(x_ca), "calibration ids")
+            else:
+                names_ca = list(range(len(x), len(x) + len(x_ca)))
+            _check_classes(y_ca, n_classes, "calibration y", least=1)
+            given = x_ca, y_ca.to(x.device), names_ca
+        _check_classes(labels, n_classes, "y", least=1 if given else 2)
+
+        layers: list[SDMLayer] = []
+        with progress_bar(self.progress) as bar:
+            task = bar.add_task("Fitting the SDM layer", total=self.rounds * self.epochs)
+            for j in range(self.rounds):
+                rng = np.random.default_rng([self.seed, j])
+
+                def tell(row: dict[str, float], j: int = j) -> None:
+                    bar.advance(task)
+                    if on_epoch is not None:
+                        on_epoch({"round": j + 1, **row})
+
+                if given:
+                    train, held = (x, labels.to(x.device), names), given
+                else:
+                    first, second = (torch.from_numpy(i) for i in random_halves(labels.numpy(), rng))
+                    train, held = ((x[i], labels[i].to(x.device), [names[k] for k in i.tolist()]) for i in (first, second))
+                layer = self._fit_round(train, held, n_classes, rng, tell)
+                if self.ensemble:
+                    layers.append(layer)
+                elif not layers or layer.loss < layers[0].loss:
+                    layers = [layer]  # one at a time: ten layers of a large model would not fit
+        layers.sort(key=lambda layer: layer.loss)
+
+        self.layers_ = layers
+        self.classes_ = np.arange(n_classes)
+        self.n_features_in_ = int(x.shape[1])
+        self.alpha_ = float(self.alpha)
+        self.documents_ = {} if documents is None else {_plain_id(key): str(text) for key, text in documents.items()}
+        return self
+
+    def _fit_round(
+        self,
+        train: tuple[Tensor, Tensor, list[Any]],
+        held: tuple[Tensor, Tensor, list[Any]],
+        n_classes: int,
+        rng: np.random.Generator,
+        on_epoch: Callable[[dict[str, float]], None],
+    ) -> SDMLayer:
+        trained = train_adaptor(
+            train[:2],
+            held[:2],
+            n_classes,
+            exemplar_dim=self.exemplar_dim,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            center=self.center,
+            generator=torch.Generator().manual_seed(int(rng.integers(2**62))),
+            make_support=self._make_support(),
+            on_epoch=on_epoch,
+        )
+        return SDMLayer.build(
+            trained.adaptor, train, held, n_classes, self._make_support(), trained.loss, trained.history
+        )
+
+    def recalibrate(self, alpha: float) -> SDMEstimator:
+        """Answer for another alpha from now on: Algorithm 1 is run again, nothing is re-trained."""
+        self._check_fitted()
+        self.alpha_ = check_alpha(alpha)
+        return self
+
+    def add_to_support(
+        self,
+        X: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        ids: Sequence[DocumentId] | None = None,
+        documents: Mapping[DocumentId, str] | None = None,
+    ) -> SDMEstimator:
+        """Let labelled points join the support: q, d and the region change, weights and predictions do not.
+
+        A label outside the classes marks a known out-of-distribution region: such a point can only end a run of q.
+        """
+        self._check_fitted()
+        x, labels = self._matrix(X, "X", self.n_features_in_), _label_tensor(y, "y")
+        _check_lengths("X", len(x), "y", len(labels))
+        if ids is None:
+            known = len(self.layers_[0].support_ids)
+            ids = [f"added:{known + i}" for i in range(len(x))]
+        names = _checked_ids(ids, len(x), "ids")
+        taken = set(names).intersection(*[{*layer.support_ids, *layer.calibration_ids} for layer in self.layers_])
+        if taken:
+            raise ValueError(f"The id {next(iter(taken))!r} is already in use: give new points ids of their own.")
+        for layer in self.layers_:
+            layer.add(x, labels.to(x.device), names)
+        self.documents_.update({_plain_id(key): str(text) for key, text in (documents or {}).items()})
+        return self
+
+    # Scoring
+
+    def score(self, X: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Scores:
+        """Prediction, the three signals, their bounds and the decision for each row of X.
+
+        `exclude` (N,) is the support index that a point ignores, -1 for none: for points that are in the support
+        themselves (see `support_index`). Those are judged by the eCDF of the training split, all others by that of
+        the calibration split.
+        """
+        self._check_fitted()
+        x = self._matrix(X, "X", self.n_features_in_, allow_empty=True)
+        own = None if exclude is None else _label_tensor(exclude, "exclude")
+        if own is not None:
+            _check_lengths("X", len(x), "exclude", len(own))
+        first, *others = self.layers_
+        scores = first.score(x, self.alpha_, own)
+        for layer in others:
+            other = layer.score(x, self.alpha_, None if own is None else self._translated(own, layer))
+            agree = other.prediction == scores.prediction
+            scores.accepted[:] &= other.accepted & agree
+            scores.accepted_lower[:] &= other.accepted_lower & agree
+            scores.highest_alpha[:] = np.where(agree, np.minimum(scores.highest_alpha, other.highest_alpha), np.nan)
+        return scores
+
+    def _translated(self, own: Tensor, layer: SDMLayer) -> Tensor:
+        """Support indices of the best layer as those of another: the same documents, or -1 if not in its support."""
+        first = self.layers_[0]
+        return torch.from_numpy(_positions([first.support_ids[i] if i >= 0 else None for i in own.tolist()], layer))
+
+    def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
+        """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
+        self._check_fitted()
+        return _positions([_plain_id(i) for i in ids], self.layers_[0])
+
+    def accepted_at(self, scores: Scores, alphas: Iterable[float]) -> NDArray[np.bool_]:
+        """Which points are accepted at each of several alphas, (N, number of alphas); by the best round."""
+        self._check_fitted()
+        wanted = [check_alpha(a) for a in alphas]
+        return self.layers_[0].accepted_at(scores.q_prime, scores.p, scores.prediction, wanted)
+
+    def explain(self, X: ArrayLike | Tensor, k: int = 5) -> list[Explanation]:
+        """For each row: the decision in a sentence, the k nearest support documents, and calibration peers."""
+        self._check_fitted()
+        x = self._matrix(X, "X", self.n_features_in_)
+        return explain_points(self.layers_[0], x, self.score(X), self.alpha_, self.documents_, k)
+
+    def certify(
+        self, X: ArrayLike | Tensor, y: ArrayLike | Tensor, delta: float = 0.05, classes: Sequence[int] | None = None
+    ) -> Certificate:
+        """The loosest region whose accuracy among the accepted is at least alpha for each predicted class, with
+        probability at least 1 - delta; X and y must have played no part in fitting. See `sdmlm.certify`.
+
+        `classes`: the predicted classes that the certificate covers (default: all); others are then always rejected.
+        """
+        self._check_fitted()
+        if len(self.layers_) > 1:
+            raise ValueError("certify works on a single model: fit with ensemble=False.")
+        x, labels = self._matrix(X, "X", self.n_features_in_), _label_tensor(y, "y")
+        _check_lengths("X", len(x), "y", len(labels))
+        layer, scores = self.layers_[0], self.score(X)
+        grid = threshold_grid(self.region_, layer.calibration.q_prime.numpy())
+        return certify_region(self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes)
+
+    @property
+    def region_(self) -> HighReliabilityRegion:
+        """The high-reliability region at `alpha_` (of the best round)."""
+        self._check_fitted()
+        return self.layers_[0].region(self.alpha_)
+
+    @property
+    def loss_(self) -> float:
+        """The balanced calibration loss of the best round."""
+        self._check_fitted()
+        return self.layers_[0].loss
+
+    @property
+    def history_(self) -> list[dict[str, float]]:
+        """Losses and calibration accuracy by epoch, of the best round."""
+        self._check_fitted()
+        return self.layers_[0].history
+
+    # On disk
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save as safetensors and JSON; an interrupted save leaves the old artifact as it was."""
+        self._check_fitted()
+        tensors, rounds, ids = {}, [], []
+        for i, layer in enumerate(self.layers_):
+            support, adaptor = layer.support, layer.adaptor
+            parts = {
+                "mean": adaptor.mean,
+                "std": adaptor.std,
+                "weight": adaptor.weight,
+                "bias": adaptor.bias,
+                "out_weight": adaptor.out_weight,
+                "out_bias": adaptor.out_bias,
+                "calibration.vectors": layer.calibration_vectors,
+                "calibration.z": layer.calibration.z,
+                "calibration.labels": layer.calibration.labels,
+                **{f"train_cdf.{c}": torch.from_numpy(v) for c, v in enumerate(layer.train_cdf.values)},
+                **{f"support.{name}": value for name, value in support.state().items()},
+            }
+            tensors.update({f"layer.{i}.{name}": value for name, value in parts.items()})
+            rounds.append({"loss": layer.loss, "history": layer.history})
+            ids.append({"support": layer.support_ids, "calibration": layer.calibration_ids})
+        parameters = {name: getattr(self, name) for name in _parameter_names() if name not in ("device", "progress")}
+        config = {
+            "sdmlm_version": __version__,
+            "parameters": parameters,
+            "alpha": self.alpha_,
+            "n_classes": len(self.classes_),
+            "n_features": self.n_features_in_,
+            "rounds": rounds,
+        }
+        documents = [[key, text] for key, text in self.documents_.items()]
+        write_artifact(folder, KIND, VERSION, config, tensors, {"ids": ids, "documents": documents})
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: str | torch.device | None = None) -> SDMEstimator:
+        """Load what `save_pretrained` wrote, after checking version, checksums and shapes."""
+        config, tensors, texts = read_artifact(folder, KIND, VERSION)
+        try:
+            self = cls(**config["parameters"], device=device)
+            self._check_parameters()
+            n_classes, n_features = int(config["n_classes"]), int(config["n_features"])
+            self.alpha_ = check_alpha(config["alpha"])
+            layers = [
+                self._load_layer(f"layer.{i}.", tensors, n_classes, n_features, texts["ids"][i], facts)
+                for i, facts in enumerate(config["rounds"])
+            ]
+            self.documents_ = {key: text for key, text in texts["documents"]}
+        except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+            raise ValueError(f"{folder} is damaged ({error}): restore it from a copy or fit again.") from error
+        if not layers:
+            raise ValueError(f"{folder} is damaged (it holds no layer): restore it from a copy or fit again.")
+        self.layers_, self.classes_, self.n_features_in_ = layers, np.arange(n_classes), n_features
+        return self
+
+    def _load_layer(
+        self, prefix: str, tensors: dict[str, Tensor], n_classes: int, n_features: int, ids: Any, facts: Any
+    ) -> SDMLayer:
+        device = self._device()
+        own = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+        names = ("mean", "std", "weight", "bias", "out_weight", "out_bias")
+        adaptor = ExemplarAdaptor(*(own[name] for name in names))
+        width = len(adaptor.bias)
+        if adaptor.weight.shape != (width, n_features) or adaptor.out_weight.shape != (n_classes, width):
+            raise KeyError("its weights have the wrong shape")
+        parts = {name.removeprefix("support."): t for name, t in own.items() if name.startswith("support.")}
+        support = self._make_support()(**parts)
+        if len(support) != len(ids["support"]) or len(own["calibration.labels"]) != len(ids["calibration"]):
+            raise KeyError("ids and vectors differ in number")
+        cdf = DistanceCDF([own[f"train_cdf.{c}"].cpu().numpy() for c in range(n_classes)])
+        calibration = (own[f"calibration.{name}"] for name in ("vectors", "z", "labels"))
+        return SDMLayer(
+            adaptor, support, cdf, *calibration, ids["support"], ids["calibration"], facts["loss"], facts["history"]
+        )
+
+    # Checks
+
+    def _check_parameters(self) -> None:
+        check_alpha(self.alpha)
+        for name in ("exemplar_dim", "epochs", "batch_size", "rounds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name} is {value!r} but must be a whole number of at least 1.")
+        if not isinstance(self.learning_rate, (int, float)) or not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate is {self.learning_rate!r} but must be a positive number.")
+        if self.center not in ("global", "feature"):
+            raise ValueError(f'center is {self.center!r} but must be "global" or "feature".')
+        if self.index not in ("exact", "faiss"):
+            raise ValueError(f'index is {self.index!r} but must be "exact" or "faiss".')
+        if self.max_q is not None and (not isinstance(self.max_q, (int, np.integer)) or self.max_q < 1):
+            raise ValueError(f"max_q is {self.max_q!r} but must be a whole number of at least 1, or None for no cap.")
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "layers_"):
+            raise ValueError("This SDMEstimator is not fitted yet: call fit, or load one with from_pretrained.")
+
+    def _device(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def _make_support(self) -> MakeSupport:
+        if self.index == "faiss":
+            from sdmlm.support_faiss import FaissSupportSet  # an optional dependency
+
+            return partial(FaissSupportSet, max_q=self.max_q)
+        return partial(SupportSet, max_q=self.max_q)
+
+    def _matrix(self, values: Any, name: str, width: int | None = None, allow_empty: bool = False) -> Tensor:
+        """A finite float32 matrix on the device."""
+        try:
+            x = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.array(values, dtype=np.float32))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} is not a matrix of numbers: {error}.") from error
+        if x.ndim != 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)} but must be a matrix: one row per point.")
+        if width is not None and x.shape[1] != width:
+            raise ValueError(f"{name} is {x.shape[1]} wide but the estimator was fitted on vectors {width} wide.")
+        if x.shape[1] == 0 or (len(x) == 0 and not allow_empty):
+            raise ValueError(f"{name} is empty: give at least one row and one column.")
+        x = x.to(self._device(), torch.float32)
+        bad = ~torch.isfinite(x).all(dim=1)
+        if bool(bad.any()):
+            raise ValueError(
+                f"{name} has NaN or infinite values (beyond float32 counts as infinite) in {int(bad.sum())} rows, "
+                f"the first is row {int(bad.nonzero()[0])}: remove or repair them."
+            )
+        return x
+
+
+def random_halves(labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Two random halves of the points, class by class, so that no class is lost; sorted indices.
+
+    The odd point of a class goes to the half that is smaller so far, or to either.
+    """
+    halves: list[list[int]] = [[], []]
+    for c in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        small = int(rng.integers(2)) if len(halves[0]) == len(halves[1]) else int(len(halves[1]) < len(halves[0]))
+        cut = (len(members) + 1) // 2
+        halves[small].extend(members[:cut].tolist())
+        halves[1 - small].extend(members[cut:].tolist())
+    return np.sort(np.array(halves[0])), np.sort(np.array(halves[1]))
+
+
+def _label_tensor(values: Any, name: str) -> Tensor:
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape} but must be one whole number per point.")
+    if array.dtype.kind == "f" and bool((array == np.floor(array)).all()) and bool(np.isfinite(array).all()):
+        array = array.astype(np.int64)
+    if array.size and array.dtype.kind not in "iub":
+        raise ValueError(f"{name} must hold whole numbers (class indices 0..C-1), got {array.dtype}.")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _count_classes(labels: Tensor) -> int:
+    if int(labels.min()) < 0:
+        raise ValueError(f"y holds the label {int(labels.min())}, which is out of range: labels are 0..C-1.")
+    found = torch.unique(labels)
+    if len(found) < 2:
+        raise ValueError(f"y holds only one class ({int(found[0])}): at least two classes are needed.")
+    return int(found[-1]) + 1
+
+
+def _check_classes(labels: Tensor, n_classes: int, name: str, least: int) -> None:
+    if int(labels.min()) < 0 or int(labels.max()) >= n_classes:
+        wrong = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
+        raise ValueError(f"{name} holds the label {wrong}, which is out of range: the classes are 0..{n_classes - 1}.")
+    for c, count in enumerate(torch.bincount(labels, minlength=n_classes).tolist()):
+        if count < least:
+            raise ValueError(f"{name} has {count} point(s) of class {c}: at least {least} of each class are needed.")
+
+
+def _check_lengths(name: str, length: int, other: str, other_length: int) -> None:
+    if length != other_length:
+        raise ValueError(f"{name} has {length} rows but {other} has {other_length}: they must match.")
+
+
+def _plain_id(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _checked_ids(ids: Sequence[Any] | None, n: int, name: str) -> list[Any]:
+    if ids is None:
+        return list(range(n))
+    plain = [_plain_id(i) for i in ids]
+    _check_lengths("X", n, name, len(plain))
+    if wrong := next((i for i in plain if isinstance(i, bool) or not isinstance(i, (int, str))), None):
+        raise ValueError(f"{name} holds {wrong!r}: an id is a whole number or a string.")
+    if len(set(plain)) != n:
+        raise ValueError(f"{name} holds an id twice: every document needs an id of its own.")
+    return plain
+
+
+def _positions(ids: Sequence[Any], layer: SDMLayer) -> NDArray[np.int64]:
+    where = {name: i for i, name in enumerate(layer.support_ids)}
+    return np.array([where.get(name, -1) for name in ids], dtype=np.int64)
+
+
+def _parameter_names() -> list[str]:
+    return [name for name in inspect.signature(SDMEstimator.__init__).parameters if name != "self"]

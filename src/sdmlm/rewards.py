@@ -1,0 +1,93 @@
+"""The reward r: does a completion follow the instructions of its prompt? (spec section 7)
+
+A reward is a callable with TRL's signature, `(prompts, completions, **columns) -> list`, that answers 0 or 1 for each
+completion. It is given the bodies, without verification tags, in the format of the row (text, or one assistant message),
+and every other column of the data set, `chosen` and `rejected` among them, as lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sdmlm.encoding import VerificationTags, completion_text
+
+Reward = Callable[..., Sequence[Any]]
+
+
+def exact_match(prompts: Sequence[Any], completions: Sequence[Any], chosen: Sequence[Any], **columns: Any) -> list[int]:
+    """1 where a completion is the text of `chosen`, outer white space apart.
+
+    >>> exact_match(["Say hi.", "Say hi."], [" hi", "ho"], chosen=["hi", "hi"])
+    [1, 0]
+    """
+    return [
+        int(completion_text(completion).strip() == completion_text(reference).strip())
+        for completion, reference in zip(completions, chosen, strict=True)
+    ]
+
+
+def load_reward(reward: str | Reward | None) -> Reward:
+    """A reward from a callable, from `"module:function"`, or (None) `exact_match`.
+
+    Modules are found as `python -m` finds them, the working directory included.
+    """
+    if reward is None:
+        return exact_match
+    if not isinstance(reward, str):
+        if not callable(reward):
+            raise ValueError(f"A reward is a function or 'module:function', not {type(reward).__name__}.")
+        return reward
+    module_name, colon, function_name = reward.partition(":")
+    if not (module_name and colon and function_name):
+        raise ValueError(f"Reward {reward!r} is not of the form 'module:function'.")
+    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there by itself
+        sys.path.insert(0, os.getcwd())
+    try:
+        function: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"Reward {reward!r}: there is no module {error.name!r} to import.") from error
+    for name in function_name.split("."):
+        function = getattr(function, name, None)
+    if not callable(function):
+        raise ValueError(f"Reward {reward!r}: module {module_name!r} has no function {function_name!r}.")
+    return function  # type: ignore[no-any-return]
+
+
+def apply_reward(
+    reward: Reward, rows: Sequence[Mapping[str, Any]], bodies: Sequence[str], tags: VerificationTags | None = None
+) -> list[int]:
+    """r of one body for each row; an answer of the wrong length or other than 0/1 is refused."""
+    tags = tags or VerificationTags()
+    if not rows:
+        return []
+    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    for name in ("chosen", "rejected"):  # the tags are ours: a reward never sees them
+        if name in columns:
+            columns[name] = [_like(row[name], tags.strip_suffix(completion_text(row[name]))) for row in rows]
+    completions = [_like(row.get("chosen", body), body) for row, body in zip(rows, bodies, strict=True)]
+    name = getattr(reward, "__name__", type(reward).__name__)
+    answers = reward(prompts=[row["prompt"] for row in rows], completions=completions, **columns)
+    try:
+        answers = list(answers)
+    except TypeError:
+        raise ValueError(
+            f"Reward {name} returned {type(answers).__name__}: it must return a list of 0 and 1."
+        ) from None
+    if len(answers) != len(rows):
+        raise ValueError(
+            f"Reward {name} returned {len(answers)} values for {len(rows)} completions: one each is needed."
+        )
+    for n, answer in enumerate(answers):
+        # Equality takes True, 1.0 and NumPy's or torch's scalars too.
+        if isinstance(answer, str) or not (answer == 0 or answer == 1):
+            raise ValueError(f"Reward {name} returned {answer!r} for completion {n}: only 0 and 1 are allowed.")
+    return [int(answer) for answer in answers]
+
+
+def _like(completion: Any, text: str) -> Any:
+    """`text` in the format of `completion`."""
+    return text if isinstance(completion, str) else [{"role": "assistant", "content": text}]

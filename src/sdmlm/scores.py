@@ -1,0 +1,60 @@
+"""What the estimator says about N points."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One entry per point in every field; plain NumPy arrays.
+
+    Indexing with a slice, a mask or indices gives the Scores of those points; `len` is their number.
+    """
+
+    prediction: NDArray[np.int64]  # y_hat = argmax z'
+    p: NDArray[np.float64]  # (N, C) SDM(z')
+    q: NDArray[np.int64]  # Similarity: leading neighbours that agree
+    d: NDArray[np.float64]  # Distance in [0, 1], 1 = as near as can be
+    d_nearest: NDArray[np.float64]  # Euclidean distance to the nearest support vector
+    nearest: NDArray[np.int64]  # its index in the support
+    z: NDArray[np.float64]  # (N, C) Magnitude: z'
+    q_prime: NDArray[np.float64]  # rescaled similarity q'
+    accepted: NDArray[np.bool_]  # in the high-reliability region
+    out_of_distribution: NDArray[np.bool_]  # q = 0: rejected whatever else holds
+    d_lower: NDArray[np.float64]  # max(d - eps, 0)
+    d_upper: NDArray[np.float64]  # min(d + eps, 1)
+    p_lower: NDArray[np.float64]  # (N, C) SDM(z') with d_lower
+    p_upper: NDArray[np.float64]  # (N, C) SDM(z') with d_upper
+    q_prime_lower: NDArray[np.float64]
+    q_prime_upper: NDArray[np.float64]
+    accepted_lower: NDArray[np.bool_]  # in the region also by the lower estimate
+    highest_alpha: NDArray[np.float64]  # the highest alpha of the grid at which it is accepted, NaN for none
+
+    def __len__(self) -> int:
+        return len(self.prediction)
+
+    def __getitem__(self, index: Any) -> Scores:
+        index = [index] if isinstance(index, (int, np.integer)) else index
+        return Scores(**{f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)})
+
+    @property
+    def probability(self) -> NDArray[np.float64]:
+        """The SDM output at the predicted class, (N,)."""
+        return np.take_along_axis(self.p, self.prediction[:, None], axis=1)[:, 0]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per point, ready for JSON (NaN and inf become None)."""
+        columns = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _plain(values: NDArray[Any]) -> list[Any]:
+    if values.dtype.kind != "f":
+        return list(values.tolist())
+    return np.where(np.isfinite(values), values, None).tolist()  # type: ignore[arg-type]
