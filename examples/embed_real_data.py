@@ -57,7 +57,9 @@ def splits(data: Path, fit: int, test: int, seed: int) -> dict[str, tuple[str, R
     pools = {
         "true_false": [row for p in topics for row in read_statements(p)],
         "sentiment": [
-            row for label, end in enumerate(("neg", "pos")) for row in read_reviews(data / "sentiment" / f"sentence_polarity.{end}", label)
+            row
+            for label, end in enumerate(("neg", "pos"))
+            for row in read_reviews(data / "sentiment" / f"sentence_polarity.{end}", label)
         ],
     }
     out: dict[str, tuple[str, Rows]] = {}

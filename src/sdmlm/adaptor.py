@@ -32,7 +32,7 @@ class ExemplarAdaptor:
     bias: Tensor  # b (M,)
     out_weight: Tensor  # U (C, M)
     out_bias: Tensor  # c (C,)
-    _direct: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _direct: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     def standardize(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.std
@@ -64,9 +64,9 @@ def standardization(x: Tensor, center: str) -> tuple[Tensor, Tensor]:
     columns = x.reshape(-1, 1) if center == "global" else x
     n = len(columns)
     # Sums in double precision, a slice at a time: no double copy of the matrix.
-    mean = sum(part.double().sum(dim=0) for part in columns.split(1 << 20)) / n
-    squares = sum((part.double() - mean).square().sum(dim=0) for part in columns.split(1 << 20))
-    std = (squares / max(1, n - 1)).sqrt()
+    mean = torch.stack([part.double().sum(dim=0) for part in columns.split(1 << 20)]).sum(dim=0) / n
+    squares = [(part.double() - mean).square().sum(dim=0) for part in columns.split(1 << 20)]
+    std = (torch.stack(squares).sum(dim=0) / max(1, n - 1)).sqrt()
     # A constant column carries nothing; dividing it by 1 leaves it at 0.
     std = torch.where(std > 0, std, torch.ones_like(std))
     return mean.to(x.dtype), std.to(x.dtype)
@@ -109,7 +109,10 @@ def train_adaptor(
         return (torch.rand(rows, columns, generator=generator) * (2 * bound) - bound).to(device)
 
     weight, bias = uniform(exemplar_dim, dim, dim), uniform(1, exemplar_dim, dim).squeeze(0)
-    out_weight, out_bias = uniform(n_classes, exemplar_dim, exemplar_dim), uniform(1, n_classes, exemplar_dim).squeeze(0)
+    out_weight, out_bias = (
+        uniform(n_classes, exemplar_dim, exemplar_dim),
+        uniform(1, n_classes, exemplar_dim).squeeze(0),
+    )
     parameters = [weight, bias, out_weight, out_bias]
     for parameter in parameters:
         # The gradient buffers live as long as the weights: allocating them in every step costs more than filling them.
@@ -156,9 +159,7 @@ def train_adaptor(
     return Training(ExemplarAdaptor(mean, std, *best), best_loss, history)
 
 
-def _step(
-    optimizer: torch.optim.Optimizer, weights: list[Tensor], x: Tensor, q: Tensor, d: Tensor, y: Tensor
-) -> float:
+def _step(optimizer: torch.optim.Optimizer, weights: list[Tensor], x: Tensor, q: Tensor, d: Tensor, y: Tensor) -> float:
     """One Adam step on the mean SDM loss of a batch; returns that loss.
 
     Autograd sees only z'; the chain rule from there is a few products. With fewer classes than rows the product U W

@@ -22,7 +22,12 @@ CONFIG = "config.json"
 
 
 def write_artifact(
-    folder: str | Path, kind: str, version: int, config: dict[str, Any], tensors: dict[str, Tensor], texts: dict[str, Any]
+    folder: str | Path,
+    kind: str,
+    version: int,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    texts: dict[str, Any],
 ) -> None:
     """Write `config`, `tensors` and JSON-able `texts` as an artifact of this kind and version."""
     folder = Path(folder)
@@ -47,12 +52,16 @@ def write_artifact(
         for path in written:
             if path.name not in old:
                 path.unlink(missing_ok=True)
-        raise ValueError(f"Could not save to {folder}: {error.strerror or error}. What was there before is intact.") from error
+        raise ValueError(
+            f"Could not save to {folder}: {error.strerror or error}. What was there before is intact."
+        ) from error
     for name in old - {tensor_file["name"], text_file["name"]}:
         (folder / name).unlink(missing_ok=True)
 
 
-def read_artifact(folder: str | Path, kind: str, version: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+def read_artifact(
+    folder: str | Path, kind: str, version: int
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
     """(config, tensors, texts) of an artifact, or a ValueError that says what is wrong with it."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():

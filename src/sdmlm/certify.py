@@ -64,7 +64,9 @@ class Certificate:
         )
 
 
-def threshold_grid(region: HighReliabilityRegion, calibration_q_prime: NDArray[np.float64], size: int = 10) -> list[float]:
+def threshold_grid(
+    region: HighReliabilityRegion, calibration_q_prime: NDArray[np.float64], size: int = 10
+) -> list[float]:
     """At most `size` thresholds from q'_min up, at even quantiles of the calibration q' (never of the test's)."""
     values = calibration_q_prime[calibration_q_prime >= region.q_min]
     if math.isinf(region.q_min) or len(values) == 0:

@@ -91,13 +91,20 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         scores = self.scores(X)
         p, rows = scores.p.copy(), np.arange(len(scores))
-        p[rows, scores.prediction] = np.nextafter(np.maximum(scores.probability, p.max(axis=1)), 2.0)
+        p[rows, scores.prediction] = np.nextafter(p.max(axis=1), 2.0)
         return p
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
-        """z' (N, C); for two classes z'_1 - z'_0 (N,), positive for the second."""
-        z = self.scores(X).z
-        return z[:, 1] - z[:, 0] if z.shape[1] == 2 else z
+        """The logits of the SDM output, d ln(2+q) z', (N, C); for two classes their difference (N,).
+
+        They order points as `predict_proba` does, and where d = 0 they too keep a trace of the prediction.
+        """
+        scores = self.scores(X)
+        logits = scores.z * (scores.d * np.log(2.0 + scores.q))[:, None]
+        rows = np.arange(len(scores))
+        logits[rows, scores.prediction] = np.nextafter(logits.max(axis=1), np.inf)
+        decision: NDArray[np.float64] = logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits
+        return decision
 
     def _labels(self, scores: Scores) -> NDArray[Any]:
         labels: NDArray[Any] = self.classes_[scores.prediction]

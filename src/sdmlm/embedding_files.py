@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_NAMES = {"embedding": ("X", "embeddings"), "label": ("y", "labels"), "id": ("ids",), "text": ("texts",), "logits": ("logits",)}
+_NAMES = {
+    "embedding": ("X", "embeddings"),
+    "label": ("y", "labels"),
+    "id": ("ids",),
+    "text": ("texts",),
+    "logits": ("logits",),
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,9 @@ def read_embeddings(path: str | Path, class_names: Sequence[str] | None = None) 
         X,
         y,
         names,
-        list(range(n)) if ids is None else [i if isinstance(i, (int, str)) else str(i) for i in np.asarray(ids).tolist()],
+        list(range(n))
+        if ids is None
+        else [i if isinstance(i, (int, str)) else str(i) for i in np.asarray(ids).tolist()],
         None if texts is None else [str(t) for t in texts],
         _matrix(columns.get("logits"), path, "logits", np.float64),
     )

@@ -98,6 +98,8 @@ class Encoder:
         whole = list(tok("a", verbose=False)["input_ids"])
         width = len(self._anchor)
         self._before = whole[: next((i for i in range(len(whole)) if whole[i : i + width] == self._anchor), 0)]
+        # An added token is atomic: one that stands at the end of a turn ends it by itself.
+        self._atomic = {i for i, token in tok.added_tokens_decoder.items() if token.content.strip()}
         self._lead, self.closing_ids = self._turn()
         self.open_ids = self.continuation(self.tags.open)
         self.answer_ids = {verified: self.continuation(self.tags.answer(verified)) for verified in (True, False)}
@@ -109,8 +111,7 @@ class Encoder:
                 )
         # The same room for both answers, so that the prompt kept never depends on the answer that follows.
         self.suffix_length = len(self.open_ids) + max(map(len, self.answer_ids.values())) + len(self.closing_ids)
-        # An added token is atomic: it ends the turn by itself, whatever closes the turn around it.
-        self.stop_ids = ({*self.closing_ids} & {*tok.added_tokens_decoder}) | ({tok.eos_token_id} - {None})
+        self.stop_ids: set[int] = ({*self.closing_ids} & self._atomic) | ({tok.eos_token_id} - {None})
         self.pad_id: int = next((i for i in (tok.pad_token_id, tok.eos_token_id) if i is not None), 0)
         self._may_close: dict[int, bool] = {}
 
@@ -153,11 +154,9 @@ class Encoder:
             return "", eos
         question, mark = {"role": "user", "content": "a"}, "SDMLM-BODY"
         begun = self._render([question], True)
-        before, _, after = self._render([question, {"role": "assistant", "content": mark}], False).rpartition(mark)
-        lead = before.removeprefix(begun)
-        ids = self.continuation(after.rstrip())
-        closed = any(i in self.tokenizer.added_tokens_decoder for i in ids)
-        return lead if lead.isspace() else "", ids if closed else ids + eos
+        before, found, after = self._render([question, {"role": "assistant", "content": mark}], False).rpartition(mark)
+        lead, ids = before.removeprefix(begun), self.continuation(after.rstrip() if found else "")
+        return lead if lead.isspace() else "", ids if self._atomic.intersection(ids) else ids + eos
 
     def _prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
         if not self.tokenizer.chat_template:

@@ -115,7 +115,9 @@ class SDMEstimator:
             x_ca, y_ca = self._matrix(calibration[0], "calibration X"), _label_tensor(calibration[1], "calibration y")
             _check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
             if x_ca.shape[1] != x.shape[1]:
-                raise ValueError(f"X is {x.shape[1]} wide but the calibration X is {x_ca.shape[1]} wide: use one embedding.")
+                raise ValueError(
+                    f"X is {x.shape[1]} wide but the calibration X is {x_ca.shape[1]} wide: use one embedding."
+                )
             if len(calibration) == 3:
                 names_ca = _checked_ids(calibration[2], len(x_ca), "calibration ids")
             else:
@@ -139,7 +141,9 @@ class SDMEstimator:
                     train, held = (x, labels.to(x.device), names), given
                 else:
                     first, second = (torch.from_numpy(i) for i in random_halves(labels.numpy(), rng))
-                    train, held = ((x[i], labels[i].to(x.device), [names[k] for k in i.tolist()]) for i in (first, second))
+                    train, held = (
+                        (x[i], labels[i].to(x.device), [names[k] for k in i.tolist()]) for i in (first, second)
+                    )
                 layer = self._fit_round(train, held, n_classes, rng, tell)
                 if self.ensemble:
                     layers.append(layer)
@@ -272,7 +276,9 @@ class SDMEstimator:
         _check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
         grid = threshold_grid(self.region_, layer.calibration.q_prime.numpy())
-        return certify_region(self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes)
+        return certify_region(
+            self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes
+        )
 
     @property
     def region_(self) -> HighReliabilityRegion:
@@ -341,7 +347,7 @@ class SDMEstimator:
                 self._load_layer(f"layer.{i}.", tensors, n_classes, n_features, texts["ids"][i], facts)
                 for i, facts in enumerate(config["rounds"])
             ]
-            self.documents_ = {key: text for key, text in texts["documents"]}
+            self.documents_ = dict(texts["documents"])
         except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
             raise ValueError(f"{folder} is damaged ({error}): restore it from a copy or fit again.") from error
         if not layers:
@@ -360,13 +366,21 @@ class SDMEstimator:
         if adaptor.weight.shape != (width, n_features) or adaptor.out_weight.shape != (n_classes, width):
             raise KeyError("its weights have the wrong shape")
         parts = {name.removeprefix("support."): t for name, t in own.items() if name.startswith("support.")}
-        support = self._make_support()(**parts)
+        support = self._make_support()(**parts)  # type: ignore[call-arg]
         if len(support) != len(ids["support"]) or len(own["calibration.labels"]) != len(ids["calibration"]):
             raise KeyError("ids and vectors differ in number")
         cdf = DistanceCDF([own[f"train_cdf.{c}"].cpu().numpy() for c in range(n_classes)])
-        calibration = (own[f"calibration.{name}"] for name in ("vectors", "z", "labels"))
         return SDMLayer(
-            adaptor, support, cdf, *calibration, ids["support"], ids["calibration"], facts["loss"], facts["history"]
+            adaptor,
+            support,
+            cdf,
+            own["calibration.vectors"],
+            own["calibration.z"],
+            own["calibration.labels"],
+            ids["support"],
+            ids["calibration"],
+            facts["loss"],
+            facts["history"],
         )
 
     # Checks
@@ -403,7 +417,12 @@ class SDMEstimator:
     def _matrix(self, values: Any, name: str, width: int | None = None, allow_empty: bool = False) -> Tensor:
         """A finite float32 matrix on the device."""
         try:
-            x = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.array(values, dtype=np.float32))
+            with np.errstate(over="ignore"):  # what overflows is named below
+                x = (
+                    values.detach()
+                    if isinstance(values, Tensor)
+                    else torch.from_numpy(np.array(values, dtype=np.float32))
+                )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} is not a matrix of numbers: {error}.") from error
         if x.ndim != 2:

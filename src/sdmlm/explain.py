@@ -53,7 +53,7 @@ class Explanation:
 
 
 def decisions(q: Any, accepted: Any) -> Any:
-    """"accepted", "rejected" or "out of distribution" (q = 0) for each point."""
+    """ "accepted", "rejected" or "out of distribution" (q = 0) for each point."""
     return np.where(np.asarray(q) == 0, "out of distribution", np.where(np.asarray(accepted), "accepted", "rejected"))
 
 
@@ -77,7 +77,9 @@ def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: S
     if p < region.psi[c]:
         return f"Rejected: the SDM output {p:.4f} for {name} is below its threshold psi {region.psi[c]:.4f}."
     if not scores.accepted[i]:
-        return f"Rejected: another class also reaches its threshold, or another model of the ensemble disagrees on {name}."
+        return (
+            f"Rejected: another class also reaches its threshold, or another model of the ensemble disagrees on {name}."
+        )
     return (
         f"Accepted as {name} at alpha {region.alpha:g}: {agree} rightly predicted as {name} (q' {q_prime:.4g}, at least "
         f"{region.q_min:.4g}), at distance quantile d {scores.d[i]:.2f}, with SDM output {p:.4f} (at least {region.psi[c]:.4f})."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdmlm.activation import rescaled_similarity, sdm
 from sdmlm.adaptor import ExemplarAdaptor, MakeSupport
-from sdmlm.region import DistanceCDF, HighReliabilityRegion, dkw_epsilon, effective_sample_size, find_region
+from sdmlm.region import DistanceCDF, HighReliabilityRegion, dkw_epsilon, effective_sample_size, find_region, membership
 from sdmlm.scores import Scores
 from sdmlm.support import SupportMatch, SupportSet
 
@@ -149,14 +149,13 @@ class SDMLayer:
 
     def accepted_at(self, q_prime: Any, p: Any, predictions: Any, alphas: Iterable[float]) -> NDArray[np.bool_]:
         """Membership at each of several alphas, (N, number of alphas)."""
-        return np.stack([self.region(a).contains(q_prime, p, predictions) for a in alphas], axis=1)
+        return membership([self.region(alpha) for alpha in alphas], q_prime, p, predictions)
 
     def highest_alpha(self, q_prime: Any, p: Any, predictions: Any) -> NDArray[np.float64]:
         """The highest alpha of ALPHA_GRID at which each point is accepted, NaN for none."""
-        highest = np.full(len(predictions), np.nan)
-        for alpha in ALPHA_GRID:
-            highest[self.region(alpha).contains(q_prime, p, predictions)] = alpha
-        return highest
+        inside = self.accepted_at(q_prime, p, predictions, ALPHA_GRID)
+        highest = np.where(inside, np.asarray(ALPHA_GRID), 0.0).max(axis=1)
+        return np.where(inside.any(axis=1), highest, np.nan)
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
         """Labelled points join the support; weights and predictions stay, q and d change, so the region is found anew."""

@@ -96,7 +96,8 @@ def output_head(model: Any) -> tuple[torch.nn.Linear, LogitTransform]:
     head = model.get_output_embeddings()
     name = type(model).__name__
     if type(head) is not torch.nn.Linear:  # a subclass or wrapper (LoRA, 4-bit) computes more than weight and bias say
-        raise ValueError(f"The output embedding of {name} is {type(head).__name__}, not Linear: use the plain loss.")
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise ValueError(f"The output embedding of {name} is {kind}, not torch.nn.Linear: use the plain loss.")
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     named = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")

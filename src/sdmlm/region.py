@@ -74,9 +74,23 @@ class HighReliabilityRegion:
 
     def contains(self, q_prime: Array, p: Array, predictions: Array) -> Array:
         """Whether each point is in the region, (N,): q' >= q'_min, the predicted class reaches its psi, no other does."""
-        reached = _floats(p) >= np.asarray(self.psi)
-        own = np.take_along_axis(reached, _labels(predictions)[:, None], axis=1)[:, 0]
-        return _like((_floats(q_prime) >= self.q_min) & own & (reached.sum(axis=1) == 1), q_prime)
+        return _like(membership([self], q_prime, p, predictions)[:, 0], q_prime)
+
+
+def membership(
+    regions: Sequence[HighReliabilityRegion], q_prime: Array, p: Array, predictions: Array
+) -> NDArray[np.bool_]:
+    """Whether each point is in each of several regions, (N, number of regions); all at once, for single points too."""
+    q_min, psi = np.array([r.q_min for r in regions]), np.array([r.psi for r in regions])
+    q, outputs, guesses = _floats(q_prime), _floats(p), _labels(predictions)
+    inside = np.empty((len(q), len(regions)), dtype=bool)
+    step = max(1, 2**22 // max(1, psi.size))  # bounds the (rows, regions, classes) comparison
+    for start in range(0, len(q), step):
+        part = slice(start, start + step)
+        reached = outputs[part, None, :] >= psi
+        own = reached[np.arange(len(reached)), :, guesses[part]]
+        inside[part] = (q[part, None] >= q_min) & own & (reached.sum(axis=2) == 1)
+    return inside
 
 
 def find_region(q_prime: Array, p: Array, labels: Array, alpha: float) -> HighReliabilityRegion:
@@ -115,7 +129,9 @@ def _threshold(outputs: Floats, alpha: float) -> float:
     return float(np.partition(outputs, index)[index])
 
 
-def effective_sample_size(q_prime: Array, calibration_q_prime: Array, calibration_labels: Array, n_classes: int) -> Array:
+def effective_sample_size(
+    q_prime: Array, calibration_q_prime: Array, calibration_labels: Array, n_classes: int
+) -> Array:
     """n_c(q'): calibration points of class c whose q' is strictly below the query's, at most n_c - 1; (N, C)."""
     q, calibration, y = _floats(q_prime), _floats(calibration_q_prime), _labels(calibration_labels)
     columns = []

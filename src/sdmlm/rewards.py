@@ -1,7 +1,7 @@
 """The reward r: does a completion follow the instructions of its prompt? (spec section 7)
 
 A reward is a callable with TRL's signature, `(prompts, completions, **columns) -> list`, that answers 0 or 1 for each
-completion. It is given the bodies, without verification tags, in the format of the row (text, or one assistant message),
+completion. It is given the bodies, without verification tags, in the format of the row (text or one assistant message),
 and every other column of the data set, `chosen` and `rejected` among them, as lists.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from sdmlm.encoding import VerificationTags, completion_text
 
 Reward = Callable[..., Sequence[Any]]
+_ARGUMENTS = ("prompt", "prompts", "completion", "completions")
 
 
 def exact_match(prompts: Sequence[Any], completions: Sequence[Any], chosen: Sequence[Any], **columns: Any) -> list[int]:
@@ -64,7 +65,7 @@ def apply_reward(
     tags = tags or VerificationTags()
     if not rows:
         return []
-    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in rows[0] if name not in _ARGUMENTS}
     for name in ("chosen", "rejected"):  # the tags are ours: a reward never sees them
         if name in columns:
             columns[name] = [_like(row[name], tags.strip_suffix(completion_text(row[name]))) for row in rows]

@@ -55,6 +55,7 @@ class Scores:
 
 
 def _plain(values: NDArray[Any]) -> list[Any]:
-    if values.dtype.kind != "f":
-        return list(values.tolist())
-    return np.where(np.isfinite(values), values, None).tolist()  # type: ignore[arg-type]
+    if values.dtype.kind == "f":
+        values = values.astype(object)
+        values[~np.isfinite(values.astype(float))] = None
+    return list(values.tolist())

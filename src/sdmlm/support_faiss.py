@@ -46,13 +46,13 @@ class FaissSupportSet(SupportSet):
         self._order = self._rows = torch.arange(len(vectors), device=vectors.device)
         given, self._given = self._given, None
         if given is not None:
-            self._index = faiss.deserialize_index(given.cpu().numpy())
+            self._index: Any = faiss.deserialize_index(given.cpu().numpy())
             return
         data = self._vectors.cpu().numpy()
         cells = max(1, min(4 * int(len(data) ** 0.5), len(data) // 39))  # FAISS wants 39 vectors a cell to train on
         flat = faiss.IndexFlatL2(data.shape[1])
-        self._index: Any = faiss.IndexIVFFlat(flat, data.shape[1], cells)
-        self._index.nprobe = max(8, cells // 16)
+        self._index = faiss.IndexIVFFlat(flat, data.shape[1], cells)
+        self._index.nprobe = max(8, cells // 8)
         self._index.train(data)
         self._index.add(data)
 

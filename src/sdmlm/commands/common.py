@@ -1,0 +1,236 @@
+"""What several commands share: options, reading and saving, and what goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+    from sdmlm.embedding_files import Embeddings
+    from sdmlm.estimator import SDMEstimator
+    from sdmlm.scores import Scores
+
+CLASSES = "classes.json"  # the names of the classes, beside the estimator's own files
+_SCORE_BLOCK = 20_000  # rows scored between two steps of the progress bar
+
+EMBEDDINGS_HELP = "embedding file: .npz (X, y, ids, texts), .parquet or .jsonl (embedding, label, id, text)"
+
+
+# Options
+
+
+def add_command(subparsers: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
+    """A subcommand with its examples below the options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def add_estimator_options(parser: argparse.ArgumentParser) -> None:
+    """The parameters of SDMEstimator, with its defaults."""
+    group = parser.add_argument_group("estimator")
+    group.add_argument("--alpha", type=float, default=0.95, metavar="A", help="accuracy asked of the accepted (0.95)")
+    group.add_argument("--exemplar-dim", type=int, default=1000, metavar="M", help="width of exemplar vectors (1000)")
+    group.add_argument("--epochs", type=int, default=200, metavar="N", help="epochs of each round (200)")
+    group.add_argument("--batch-size", type=int, default=50, metavar="N", help="batch size (50)")
+    group.add_argument("--learning-rate", type=float, default=1e-5, metavar="R", help="Adam learning rate (1e-5)")
+    group.add_argument("--rounds", type=int, default=10, metavar="J", help="rounds of fresh splits and weights (10)")
+    group.add_argument("--center", choices=("global", "feature"), default="global", help="standardisation (global)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same result (0)")
+    group.add_argument("--ensemble", action="store_true", help="keep all rounds; accept what all of them accept")
+    group.add_argument("--max-q", type=int, metavar="N", help="cap on q (none)")
+    group.add_argument("--index", choices=("exact", "faiss"), default="exact", help="neighbour search (exact)")
+    group.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
+
+
+def estimator_parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_estimator_options` gave, as parameters of SDMEstimator, except alpha."""
+    names = "exemplar_dim epochs batch_size learning_rate rounds center seed ensemble max_q index"
+    parameters = {name: getattr(args, name) for name in names.split()}
+    return {**parameters, "device": checked_device(args.device)}
+
+
+def checked_device(device: str | None) -> str | None:
+    """The device, if torch can use it here."""
+    if device is not None:
+        import torch
+
+        try:
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"The device {device!r} cannot be used here: try --device cpu.") from error
+    return device
+
+
+# In
+
+
+def labels_of(data: Embeddings, path: str, n_classes: int | None = None) -> NDArray[np.int64]:
+    """The labels of a file, all of them among the classes."""
+    y = data.labels(path)
+    n_classes = len(data.class_names) if n_classes is None else n_classes
+    wrong = ((y < 0) | (y >= n_classes)).nonzero()[0]
+    if len(wrong):
+        names = ", ".join(data.class_names[:10]) + (", ..." if len(data.class_names) > 10 else "")
+        raise ValueError(f"{path} has {len(wrong)} labels outside the classes ({names}), the first in row {wrong[0]}.")
+    return y
+
+
+def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
+    """A saved estimator and the names of its classes (their numbers, where it was saved without names)."""
+    from sdmlm.estimator import SDMEstimator
+
+    estimator = SDMEstimator.from_pretrained(folder)
+    path, n = Path(folder) / CLASSES, len(estimator.classes_)
+    if not path.exists():
+        return estimator, [str(c) for c in range(n)]
+    try:
+        names = [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["names"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: restore it from a copy or fit again.") from error
+    if len(names) != n:
+        raise ValueError(f"{path} names {len(names)} classes but the estimator has {n}: restore it or fit again.")
+    return estimator, names
+
+
+def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
+    """estimator.score under a progress bar, some thousands of rows at a time."""
+    import numpy as np
+
+    from sdmlm.progress import track
+    from sdmlm.scores import Scores
+
+    starts = range(0, max(1, len(X)), _SCORE_BLOCK)
+    parts = [estimator.score(X[start : start + _SCORE_BLOCK]) for start in track(starts, "Scoring")]
+    fields = [field.name for field in dataclasses.fields(Scores)]
+    return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+
+
+# Out
+
+
+def check_output_file(path: str | None, *suffixes: str) -> None:
+    """Refuse a file that could not be written before any work is done for it."""
+    if path is None:
+        return
+    if suffixes and Path(path).suffix not in suffixes:
+        raise ValueError(f"{path} must end in {' or '.join(suffixes)}.")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: name a file.")
+    _check_writable(Path(path).parent)
+
+
+def check_output_folder(folder: str, force: bool = False) -> None:
+    """Refuse a folder to save an estimator into that holds something else, or an estimator (unless forced)."""
+    from sdmlm.artifacts import CONFIG
+    from sdmlm.estimator import KIND
+
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder to save into.")
+    if path.is_dir() and any(path.iterdir()):
+        try:
+            kind = json.loads((path / CONFIG).read_text(encoding="utf-8"))["kind"]
+        except (OSError, ValueError, KeyError, TypeError):
+            kind = None
+        if kind != KIND:
+            raise ValueError(f"{folder} holds something else than a saved estimator: name another folder.")
+        if not force:
+            raise ValueError(f"{folder} already holds a saved estimator: give --force to replace it.")
+    _check_writable(path)
+
+
+def _check_writable(folder: Path) -> None:
+    """Whether files can be made in a folder, or the folder itself in the nearest one that exists."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{there} cannot be written to: name another place.")
+
+
+def save_estimator(estimator: SDMEstimator, names: Sequence[str], folder: str) -> None:
+    """Save with the names of the classes. A failure leaves what was there; names never stand beside the wrong estimator."""
+    from sdmlm.artifacts import write_text_atomically
+
+    path = Path(folder)
+    existed = path.exists()
+    current, new, old = path / CLASSES, path / f"{CLASSES}.new", path / f"{CLASSES}.old"
+    try:
+        write_text_atomically(new, json.dumps({"names": list(names)}, ensure_ascii=False) + "\n")
+        if current.exists():
+            os.replace(current, old)
+        estimator.save_pretrained(folder)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        if old.exists():
+            os.replace(old, current)
+        if not existed:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                path.rmdir()
+        raise
+    os.replace(new, current)
+    old.unlink(missing_ok=True)
+
+
+def console(args: argparse.Namespace) -> Console:
+    """Where text for people goes: stdout, but stderr where stdout carries JSON."""
+    from rich.console import Console
+
+    return Console(stderr=bool(getattr(args, "json", False)), highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """JSON as the standard has it: null for NaN and infinities, numbers of NumPy as plain ones."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def region_facts(estimator: SDMEstimator, names: Sequence[str]) -> dict[str, Any]:
+    """The high-reliability region as plain values."""
+    region = estimator.region_
+    return {"alpha": region.alpha, "q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
+
+
+def percent(part: int, whole: int) -> str:
+    """part of whole as a percentage, "-" where there is nothing to share."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def number(value: float) -> str:
+    """Four digits, "none" where there is no such number."""
+    return f"{value:.4g}" if math.isfinite(value) else "none"
+
+
+def warn(message: str) -> None:
+    """A remark for the person at the terminal, on stderr."""
+    print(f"sdmlm: {message}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Demos that need no data and no download."""

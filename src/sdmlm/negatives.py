@@ -1,0 +1,274 @@
+"""Which document stands for a prompt: the sampling policy, batched generation, and the store of hard negatives.
+
+Spec section 7: per prompt the positive with probability gamma_plus; otherwise, from the second epoch on, with gamma_gen
+a completion is generated and, if r = 0, with gamma_diversity it is the negative; else the static one is.
+
+All chance is drawn from (seed, epoch, row), never from a running generator: neither the order of the rows, nor how they
+are spread over processes, nor a resumed run changes a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdmlm.encoding import Encoder, Messages, completion_text
+from sdmlm.progress import track
+from sdmlm.rewards import Reward, apply_reward
+from sdmlm.summary import batches_by_length
+
+Row = Mapping[str, Any]
+
+
+class Draw(NamedTuple):
+    """What chance says about one prompt in one epoch."""
+
+    positive: bool
+    generate: bool  # the negative is to be a generation, if one with r = 0 comes out
+
+
+@dataclass(frozen=True)
+class NegativePolicy:
+    """Probabilities of the policy. Epochs count from 1; before `first_epoch` nothing is generated."""
+
+    gamma_plus: float = 0.5
+    gamma_gen: float = 0.5
+    gamma_diversity: float = 0.5
+    seed: int = 0
+    first_epoch: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but a probability lies between 0 and 1.")
+
+    def draw(self, row: int, epoch: int) -> Draw:
+        """The draw of one row: the same whenever and wherever it is asked for."""
+        plus, gen, diversity = np.random.default_rng([self.seed, epoch, row]).random(3)
+        positive = bool(plus < self.gamma_plus)
+        # The coin of gamma_diversity does not look at the generation, so it is tossed first: a generation that it would
+        # set aside need not be made. The documents are distributed as in the paper at a fraction of the cost.
+        generate = epoch >= self.first_epoch and gen < self.gamma_gen and diversity < self.gamma_diversity
+        return Draw(positive, bool(not positive and generate))
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    encoder: Encoder,
+    prompts: Sequence[str | Messages],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seeds: Sequence[Sequence[int]] | None = None,
+    tokens_per_batch: int = 8192,
+    progress: bool = True,
+) -> list[list[int]]:
+    """Generated ids for each prompt, ending with `</verified>`, the end of turn, or at `max_new_tokens`.
+
+    Greedy, or sampled at a `temperature` above 0 with one seed sequence per prompt. Prompts of like length share a
+    batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more.
+    """
+    if temperature > 0 and seeds is None:
+        raise ValueError("Sampling at a temperature needs one seed per prompt.")
+    room = max_new_tokens if encoder.truncate_prompt else 1
+    ids = [encoder.encode_prompt(prompt, room, row=n) for n, prompt in enumerate(prompts)]
+    limits = [max_new_tokens] * len(ids)
+    if encoder.max_length is not None:
+        limits = [min(max_new_tokens, encoder.max_length - encoder.suffix_length - len(i)) for i in ids]
+    chances = None
+    if temperature > 0 and seeds is not None:
+        chances = np.array([np.random.default_rng(s).random(max_new_tokens) for s in seeds], dtype=np.float32)
+    out: list[list[int]] = [[] for _ in ids]
+    was_training = model.training
+    model.eval()
+    try:
+        lengths = [len(i) + limit for i, limit in zip(ids, limits, strict=True)]
+        for batch in track(batches_by_length(lengths, tokens_per_batch), "Generating", progress):
+            _generate_batch(model, encoder, batch, ids, limits, temperature, chances, out)
+    finally:
+        model.train(was_training)
+    return out
+
+
+def _generate_batch(
+    model: Any,
+    encoder: Encoder,
+    rows: list[int],
+    prompts: list[list[int]],
+    limits: list[int],
+    temperature: float,
+    chances: np.ndarray | None,
+    out: list[list[int]],
+) -> None:
+    longest = max(len(prompts[r]) for r in rows)
+    ids = torch.tensor([[encoder.pad_id] * (longest - len(prompts[r])) + prompts[r] for r in rows])
+    mask = torch.tensor([[0] * (longest - len(prompts[r])) + [1] * len(prompts[r]) for r in rows])
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache = None
+    for step in range(max(limits[r] for r in rows)):
+        answer = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = getattr(answer, "past_key_values", None)
+        if cache is None:
+            raise ValueError(f"{type(model).__name__} keeps no key-value cache: generation needs one.")
+        chance = None if chances is None else torch.from_numpy(chances[rows, step]).to(model.device)
+        newest = _pick(answer.logits[:, -1].float(), temperature, chance)
+        going = []
+        for n, (r, token) in enumerate(zip(rows, newest.tolist(), strict=True)):
+            out[r].append(token)
+            if len(out[r]) < limits[r] and not encoder.ends(out[r]):
+                going.append(n)
+        if not going:
+            return
+        if len(going) < len(rows):
+            keep = torch.tensor(going, device=newest.device)
+            rows = [rows[n] for n in going]
+            newest, mask, positions = newest[keep], mask[keep], positions[keep]
+            cache.reorder_cache(keep)
+        ids = newest[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+
+
+def _pick(logits: Tensor, temperature: float, chance: Tensor | None) -> Tensor:
+    """The likeliest token, or the one at which the cumulative probability passes a uniform number of the row's own."""
+    if chance is None:
+        return logits.argmax(dim=-1)
+    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(dim=-1)
+    at = torch.searchsorted(cumulative, chance[:, None] * cumulative[:, -1:], right=True)
+    return at.squeeze(1).clamp_max(logits.shape[-1] - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What generating for one row in one epoch gave: the body of a negative, or None where r was 1."""
+
+    epoch: int
+    step: int
+    row: int
+    body: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The completion that stands for a row in an epoch."""
+
+    row: int
+    completion: str | Messages
+    positive: bool
+    source: Literal["positive", "static", "generated"]
+
+
+class HardNegatives:
+    """Makes hard negatives ahead of the steps that need them, and keeps them with epoch and step.
+
+    `num_generations` above 1 (with a temperature) tries again for a row: its negative is the first with r = 0.
+    """
+
+    def __init__(
+        self,
+        policy: NegativePolicy,
+        reward: Reward,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        num_generations: int = 1,
+        tokens_per_batch: int = 8192,
+    ) -> None:
+        if max_new_tokens < 1 or num_generations < 1 or temperature < 0:
+            raise ValueError("max_new_tokens and num_generations must be at least 1 and temperature at least 0.")
+        if num_generations > 1 and temperature == 0:
+            raise ValueError(
+                "num_generations above 1 needs a temperature above 0: greedy generations of a prompt are all the same."
+            )
+        self.policy = policy
+        self.reward = reward
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.num_generations = num_generations
+        self.tokens_per_batch = tokens_per_batch
+        self.attempts: dict[tuple[int, int], Attempt] = {}
+
+    def prepare(
+        self,
+        model: Any,
+        encoder: Encoder,
+        rows: Mapping[int, Row] | Sequence[Row],
+        ids: Iterable[int],
+        epoch: int,
+        step: int,
+        progress: bool = True,
+    ) -> list[Attempt]:
+        """Generate for those of the rows `ids` that need it and have not had it in this epoch.
+
+        `rows[i]` is row i. Call it with the rows of one or more coming steps: the more, the better the batches.
+        """
+        wanted = [
+            i for i in dict.fromkeys(ids) if self.policy.draw(i, epoch).generate and (epoch, i) not in self.attempts
+        ]
+        tries = [i for i in wanted for _ in range(self.num_generations)]
+        seeds = [[self.policy.seed, epoch, i, 1 + k] for i in wanted for k in range(self.num_generations)]
+        generated = generate(
+            model,
+            encoder,
+            [rows[i]["prompt"] for i in tries],
+            self.max_new_tokens,
+            self.temperature,
+            seeds,
+            self.tokens_per_batch,
+            progress,
+        )
+        bodies = [encoder.read(g)[0] for g in generated]  # the verdict says nothing about the body: r judges it
+        rewards = apply_reward(self.reward, [rows[i] for i in tries], bodies, encoder.tags)
+        for i in wanted:
+            self.attempts[epoch, i] = Attempt(epoch, step, i, None)
+        for i, body, r in zip(tries, bodies, rewards, strict=True):
+            if self.attempts[epoch, i].body is None and r == 0 and self._usable(encoder, rows[i], body):
+                self.attempts[epoch, i] = Attempt(epoch, step, i, body)
+        return [self.attempts[epoch, i] for i in wanted]
+
+    @staticmethod
+    def _usable(encoder: Encoder, row: Row, body: str) -> bool:
+        """The reference itself is never a negative, whatever the reward says; nor is what does not fit."""
+        if body.strip() == encoder.tags.strip_suffix(completion_text(row["chosen"])).strip():
+            return False
+        try:
+            encoder.encode(row["prompt"], body, False)
+        except ValueError:  # re-encoded, a generation of strange tokens may be longer than it was
+            return False
+        return True
+
+    def documents(self, rows: Mapping[int, Row] | Sequence[Row], ids: Iterable[int], epoch: int) -> list[Document]:
+        """The document of each row in this epoch."""
+        return [self._document(rows[i], i, epoch) for i in ids]
+
+    def _document(self, row: Row, i: int, epoch: int) -> Document:
+        draw = self.policy.draw(i, epoch)
+        if draw.positive:
+            return Document(i, row["chosen"], True, "positive")
+        if draw.generate:
+            if (epoch, i) not in self.attempts:
+                raise ValueError(f"Row {i} needs a generation in epoch {epoch}: call prepare before documents.")
+            body = self.attempts[epoch, i].body
+            if body is not None:
+                return Document(i, body, False, "generated")
+        return Document(i, row["rejected"], False, "static")
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able. The states of several processes may be joined by joining their lists."""
+        return {"attempts": [asdict(a) for a in self.attempts.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the place of what is stored."""
+        self.attempts = {(a["epoch"], a["row"]): Attempt(**a) for a in state["attempts"]}

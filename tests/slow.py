@@ -1,0 +1,77 @@
+"""The method again, from the spec, slowly: plain Python loops and NumPy in double precision. Tests compare against it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def sdm(z, q, d):
+    powers = [(2.0 + q) ** (d * v) for v in z]
+    return [v / sum(powers) for v in powers]
+
+
+def loss(z, q, d, y):
+    return -math.log(sdm(z, q, d)[y], 2.0 + q)
+
+
+def q_prime(q, p_predicted):
+    return min(q, (2.0 + q) ** p_predicted)
+
+
+def distances(vectors, query):
+    return [math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(v, query, strict=True))) for v in vectors]
+
+
+def similarity(vectors, labels, predictions, query, prediction, exclude=-1):
+    """(q, d_nearest): walk outwards from the query; a group of equally near vectors counts only if none of it ends the run."""
+    others = [i for i in range(len(vectors)) if i != exclude]
+    far = distances(vectors, query)
+    q = 0
+    for distance in sorted({far[i] for i in others}):
+        ring = [i for i in others if far[i] == distance]
+        if any(labels[i] != predictions[i] or predictions[i] != prediction for i in ring):
+            break
+        q += len(ring)
+    return q, min((far[i] for i in others), default=math.inf)
+
+
+def distance_quantile(x, stored_by_class):
+    values = []
+    for stored in stored_by_class:
+        values.append(1.0 - sum(s < x for s in stored) / len(stored) if len(stored) else 0.0)
+    return min(values)
+
+
+def find_region(q_primes, p, labels, alpha):
+    """Algorithm 1, literally: (q'_min, psi)."""
+    n_classes = p.shape[1]
+    for v in sorted({x for x in q_primes if x > 0}):
+        psi = []
+        for c in range(n_classes):
+            own = sorted(p[i][c] for i in range(len(labels)) if labels[i] == c and q_primes[i] >= v)
+            psi.append(own[min(math.floor((1 - alpha) * len(own)), len(own) - 1)] if own else 0.0)
+        if all(value >= alpha for value in psi):
+            return v, tuple(psi)
+    return math.inf, None
+
+
+def contains(q_min, psi, q_primes, p, predictions):
+    inside = []
+    for i, y_hat in enumerate(predictions):
+        others = [p[i][c] >= psi[c] for c in range(p.shape[1]) if c != y_hat]
+        inside.append(bool(q_primes[i] >= q_min and p[i][y_hat] >= psi[y_hat] and not any(others)))
+    return np.array(inside)
+
+
+def effective_sample_size(x, calibration_q_primes, labels, n_classes):
+    out = []
+    for c in range(n_classes):
+        own = [q for q, y in zip(calibration_q_primes, labels, strict=True) if y == c]
+        out.append(min(sum(q < x for q in own), max(len(own) - 1, 0)))
+    return out
+
+
+def dkw_epsilon(sizes, alpha):
+    return max(math.sqrt(math.log(2 / (1 - alpha)) / (2 * n)) if n else 1.0 for n in sizes)
