@@ -93,7 +93,7 @@ def test_conformal_sets_agree_with_the_definition(n_classes: int, penalty: float
 def test_marginal_coverage(make: type[RAPS], n_classes: int, alpha: float) -> None:
     """Over many draws the sets hold the truth with probability in [alpha, alpha + 1/(n+1)]: that is their promise."""
     rng = np.random.default_rng(7)
-    n, repeats, points = 59, 1000, 60
+    n, repeats, points = 59, 600, 60
     covered = 0
     for seed in range(repeats):
         z, y = draw(rng, n + points, n_classes)

@@ -138,6 +138,17 @@ def test_ensembles_accept_only_what_all_accept():
         expected = agree & np.all([getattr(p, name) for p in parts], axis=0)
         assert np.array_equal(getattr(scores, name), expected)
     assert scores.accepted.sum() < parts[0].accepted.sum()  # or nothing was shown
+    for i in range(len(new)):
+        at = [
+            alpha
+            for alpha in ALPHA_GRID
+            if agree[i]
+            and all(
+                layer.region(alpha).contains(p.q_prime, p.p, p.prediction)[i]
+                for layer, p in zip(ensemble.layers_, parts, strict=True)
+            )
+        ]
+        assert scores.highest_alpha[i] == max(at) if at else np.isnan(scores.highest_alpha[i])
 
 
 def test_given_calibration_split_is_used():
@@ -326,6 +337,8 @@ def test_bad_input_to_fit_is_named(X, y, options, message):
     [
         ({"ids": [1] * 40}, "an id twice"),
         ({"ids": [1, 2]}, "ids has 2"),
+        ({"ids": [None, *range(39)]}, "holds None"),
+        ({"ids": [False, *range(1, 40)]}, "holds False"),
         ({"calibration": (GOOD[0][:, :2], GOOD[1])}, "2 wide"),
         ({"calibration": (GOOD[0], GOOD[1] * 5)}, "label 5"),
         ({"calibration": (GOOD[0][:2], [0, 0])}, "class 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sdmlm.adaptor import ExemplarAdaptor, MakeSupport, train_adaptor
 from sdmlm.artifacts import read_artifact, write_artifact
 from sdmlm.certify import Certificate, certify_region, threshold_grid
 from sdmlm.explain import Explanation, explain_points
-from sdmlm.layer import SDMLayer
+from sdmlm.layer import ALPHA_GRID, SDMLayer, highest_alpha
 from sdmlm.progress import progress_bar
 from sdmlm.region import DistanceCDF, HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
@@ -231,13 +232,18 @@ class SDMEstimator:
             _check_lengths("X", len(x), "exclude", len(own))
         first, *others = self.layers_
         scores = first.score(x, self.alpha_, own)
+        if not others:
+            return scores
+        accepted, accepted_lower = scores.accepted, scores.accepted_lower
+        at = first.accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
         for layer in others:
             other = layer.score(x, self.alpha_, None if own is None else self._translated(own, layer))
             agree = other.prediction == scores.prediction
-            scores.accepted[:] &= other.accepted & agree
-            scores.accepted_lower[:] &= other.accepted_lower & agree
-            scores.highest_alpha[:] = np.where(agree, np.minimum(scores.highest_alpha, other.highest_alpha), np.nan)
-        return scores
+            accepted = accepted & other.accepted & agree
+            accepted_lower = accepted_lower & other.accepted_lower & agree
+            at &= layer.accepted_at(other.q_prime, other.p, other.prediction, ALPHA_GRID) & agree[:, None]
+        highest = highest_alpha(at)
+        return replace(scores, accepted=accepted, accepted_lower=accepted_lower, highest_alpha=highest)
 
     def _translated(self, own: Tensor, layer: SDMLayer) -> Tensor:
         """Support indices of the best layer as those of another: the same documents, or -1 if not in its support."""
@@ -499,8 +505,9 @@ def _checked_ids(ids: Sequence[Any] | None, n: int, name: str) -> list[Any]:
         return list(range(n))
     plain = [_plain_id(i) for i in ids]
     _check_lengths("X", n, name, len(plain))
-    if wrong := next((i for i in plain if isinstance(i, bool) or not isinstance(i, (int, str))), None):
-        raise ValueError(f"{name} holds {wrong!r}: an id is a whole number or a string.")
+    wrong = [i for i in plain if isinstance(i, bool) or not isinstance(i, (int, str))]
+    if wrong:
+        raise ValueError(f"{name} holds {wrong[0]!r}: an id is a whole number or a string.")
     if len(set(plain)) != n:
         raise ValueError(f"{name} holds an id twice: every document needs an id of its own.")
     return plain

@@ -44,6 +44,12 @@ def activate(z: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return p, rescaled_similarity(q, p.gather(1, z.argmax(dim=1, keepdim=True)).squeeze(1))
 
 
+def highest_alpha(accepted_at: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The highest alpha of ALPHA_GRID at which each point is accepted, NaN for none; from a column for each alpha."""
+    highest = np.where(accepted_at, np.asarray(ALPHA_GRID), 0.0).max(axis=1)
+    return np.where(accepted_at.any(axis=1), highest, np.nan)
+
+
 class SDMLayer:
     """Scores points with a trained adaptor. `support_ids` and `calibration_ids` name the documents of the two splits."""
 
@@ -145,17 +151,12 @@ class SDMLayer:
             "accepted_lower": region.contains(q_prime_lower, p_lower, predictions),
         }
         arrays = {name: value.numpy() for name, value in fields.items()}
-        return Scores(**arrays, highest_alpha=self.highest_alpha(arrays["q_prime"], arrays["p"], arrays["prediction"]))
+        at = self.accepted_at(arrays["q_prime"], arrays["p"], arrays["prediction"], ALPHA_GRID)
+        return Scores(**arrays, highest_alpha=highest_alpha(at))
 
     def accepted_at(self, q_prime: Any, p: Any, predictions: Any, alphas: Iterable[float]) -> NDArray[np.bool_]:
         """Membership at each of several alphas, (N, number of alphas)."""
         return membership([self.region(alpha) for alpha in alphas], q_prime, p, predictions)
-
-    def highest_alpha(self, q_prime: Any, p: Any, predictions: Any) -> NDArray[np.float64]:
-        """The highest alpha of ALPHA_GRID at which each point is accepted, NaN for none."""
-        inside = self.accepted_at(q_prime, p, predictions, ALPHA_GRID)
-        highest = np.where(inside, np.asarray(ALPHA_GRID), 0.0).max(axis=1)
-        return np.where(inside.any(axis=1), highest, np.nan)
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
         """Labelled points join the support; weights and predictions stay, q and d change, so the region is found anew."""

@@ -60,14 +60,12 @@ def _classes(text: str | None, names: list[str]) -> list[int] | None:
 
 
 def _show(args: argparse.Namespace, says: str, tests: list[dict[str, Any]]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     out = common.console(args)
     if tests:
-        table = Table(title="Tests", title_justify="left", pad_edge=False)
-        for column in ("q'min", "predicted class", "accepted", "errors", "p-value", "passed"):
-            table.add_column(column, justify="left" if column == "predicted class" else "right")
+        columns = ("q'min", "predicted class", "accepted", "errors", "p-value", "passed")
+        table = common.rich_table("Tests", columns, left=["predicted class"])
         for test in tests:
             counts = str(test["accepted"]), str(test["errors"])
             cells = f"{test['q_min']:.4g}", Text(test["predicted_class"]), *counts

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from rich.console import Console
+    from rich.table import Table
 
     from sdmlm.embedding_files import Embeddings
     from sdmlm.estimator import SDMEstimator
@@ -193,6 +194,17 @@ def console(args: argparse.Namespace) -> Console:
     from rich.console import Console
 
     return Console(stderr=bool(getattr(args, "json", False)), highlight=False)
+
+
+def rich_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+    """An empty table; the columns in `left` hold words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
 
 
 def print_json(value: Any) -> None:

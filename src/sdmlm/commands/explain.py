@@ -117,13 +117,11 @@ def show(out: Console, title: str, text: str | None, e: Explanation, names: Sequ
 
 
 def _documents(title: str, documents: Sequence[Exemplar], names: Sequence[str]) -> Any:
-    from rich.table import Table
     from rich.text import Text
 
     texts = any(x.text for x in documents)
-    table = Table(title=title, title_justify="left", pad_edge=False)
-    for column in ("id", "label", "predicted", "distance", *(["text"] if texts else [])):
-        table.add_column(column, justify="right" if column == "distance" else "left")
+    columns = ("id", "label", "predicted", "distance", *(["text"] if texts else []))
+    table = common.rich_table(title, columns, left=("id", "label", "predicted", "text"))
     for x in documents:
         cells = [str(x.id), _class_name(x.label, names), _class_name(x.prediction, names), f"{x.distance:.4g}"]
         table.add_row(*map(Text, cells + ([_one_line(x.text or "")] if texts else [])))

@@ -104,13 +104,11 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
 
 
 def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     out, ca = common.console(args), facts["calibration"]
-    table = Table(title="Calibration points", title_justify="left", pad_edge=False)
-    for column in ("class", "points", "loss", "accuracy", "psi", "accepted", "accuracy accepted"):
-        table.add_column(column, justify="left" if column == "class" else "right")
+    columns = ("class", "points", "loss", "accuracy", "psi", "accepted", "accuracy accepted")
+    table = common.rich_table("Calibration points", columns, left=["class"])
     for name, row in ca["classes"].items():
         accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
         accepted = common.percent(row["accepted"], row["points"])

@@ -142,11 +142,9 @@ def _show(
 ) -> None:
     from pathlib import Path
 
-    from rich.table import Table
-
     out, counts = common.console(args), facts["summary"]
     title = f"{len(scores)} rows at alpha {facts['alpha']:g}"
-    table = Table("decision", "rows", "share", title=title, title_justify="left", pad_edge=False)
+    table = common.rich_table(title, ("decision", "rows", "share"), left=["decision"])
     for name in ("accepted", "rejected", "out_of_distribution"):
         table.add_row(name.replace("_", " "), str(counts[name]), common.percent(counts[name], len(scores)))
     out.print(table)
