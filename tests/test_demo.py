@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sdmlm.cli import main
+from sdmlm.demo import estimator
 from sdmlm.demo.estimator import ALPHA, art, digits
 from sdmlm.embedding_files import read_embeddings
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(the folder, what the terminal showed)."""
     path = tmp_path_factory.mktemp("demo")
-    assert main(["demo", "--fast", "--output", str(path)]) == 0
-    return path
+    with redirect_stdout(io.StringIO()) as shown:
+        assert main(["demo", "--fast", "--output", str(path)]) == 0
+    return path, shown.getvalue()
 
 
-def test_demo_writes_everything(folder: Path) -> None:
+def test_demo_writes_everything(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
     files = {"estimator", "report.html", "tables.csv", "tables.json", "tables.tex"}
     tests = {f"{name}.npz" for name in ("unseen", "rotated", "shifted", "shuffled")}
     assert {p.name for p in folder.iterdir()} == files | tests
@@ -28,7 +34,8 @@ def test_demo_writes_everything(folder: Path) -> None:
     assert len(read_embeddings(folder / "unseen.npz")) == 540
 
 
-def test_demo_shows_what_it_is_for(folder: Path) -> None:
+def test_demo_shows_what_it_is_for(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
     table = json.loads((folder / "tables.json").read_text())
     found = {(row["dataset"], row["estimator"]): row["marginal"] for row in table["rows"] if "SDM" in row["model"]}
     unseen = found["unseen", "SDM HR"]
@@ -39,17 +46,30 @@ def test_demo_shows_what_it_is_for(folder: Path) -> None:
     assert found["shuffled", "SDM HR"]["share"] < 0.01
 
 
-def test_demo_can_be_repeated_and_its_files_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = (folder / "tables.csv").read_bytes()
-    capsys.readouterr()
-    assert main(["demo", "--fast", "--output", str(folder)]) == 0
-    out, _ = capsys.readouterr()
-    assert (folder / "tables.csv").read_bytes() == tables
-    assert "The first accepted of the unseen digits" in out
-    assert "The first rejected of the shuffled digits" in out
-    assert "Accepted as" in out
+def test_demo_explains(demo: tuple[Path, str]) -> None:
+    _, shown = demo
+    for words in (
+        "The first accepted of the unseen",
+        "The first rejected of the shuffled",
+        "Accepted as",
+        "SDM HR lower",
+    ):
+        assert words in shown
+
+
+def test_demo_files_can_be_used(demo: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = demo
     assert main(["score", str(folder / "estimator"), str(folder / "shuffled.npz"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"]["points"] == 540
+
+
+def test_demo_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(estimator.FAST, "epochs", 2)
+    tables = []
+    for _ in range(2):
+        assert main(["demo", "--fast", "--output", str(tmp_path)]) == 0
+        tables.append((tmp_path / "tables.csv").read_bytes())
+    assert tables[0] == tables[1]
 
 
 def test_demo_data_keep_fit_and_test_apart() -> None:

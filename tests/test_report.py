@@ -68,9 +68,16 @@ def page(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def test_report_on_calibration_points(estimator: SDMEstimator, tmp_path: Path) -> None:
-    write_report(tmp_path / "r.html", estimator, title="A <title> & more", class_names=["<b>bad</b>", "good"])
-    found = page(tmp_path / "r.html")
+@pytest.fixture(scope="module")
+def report(estimator: SDMEstimator, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report on the calibration points, alone in its folder."""
+    path = tmp_path_factory.mktemp("report") / "r.html"
+    write_report(path, estimator, title="A <title> & more", class_names=["<b>bad</b>", "good"])
+    return path
+
+
+def test_report_on_calibration_points(estimator: SDMEstimator, report: Path) -> None:
+    found = page(report)
     assert "b" not in found.counts  # names are text, not markup
     assert "<b>bad</b>" in found.text
     assert "A <title> & more" in found.text
@@ -82,12 +89,11 @@ def test_report_on_calibration_points(estimator: SDMEstimator, tmp_path: Path) -
     assert f"{region.q_min:.4g}" in found.text
     assert "Comparison" not in found.text
     assert "Examples" not in found.text
-    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+    assert [p.name for p in report.parent.iterdir()] == ["r.html"]
 
 
-def test_report_stands_alone_and_is_accessible(estimator: SDMEstimator, tmp_path: Path) -> None:
-    write_report(tmp_path / "r.html", estimator)
-    text, found = (tmp_path / "r.html").read_text(encoding="utf-8"), page(tmp_path / "r.html")
+def test_report_stands_alone_and_is_accessible(report: Path) -> None:
+    text, found = report.read_text(encoding="utf-8"), page(report)
     for tag, name, value in found.attributes:
         if name in ("src", "href", "xlink:href"):
             assert (value or "").startswith("#"), (tag, name, value)
@@ -104,10 +110,9 @@ def test_report_stands_alone_and_is_accessible(estimator: SDMEstimator, tmp_path
     assert 'name="viewport"' in text
 
 
-def test_same_data_same_file(estimator: SDMEstimator, tmp_path: Path) -> None:
-    for name in ("a.html", "b.html"):
-        write_report(tmp_path / name, estimator)
-    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+def test_same_data_same_file(estimator: SDMEstimator, report: Path, tmp_path: Path) -> None:
+    write_report(tmp_path / "r.html", estimator, title="A <title> & more", class_names=["<b>bad</b>", "good"])
+    assert (tmp_path / "r.html").read_bytes() == report.read_bytes()
 
 
 def test_report_with_data_tables_and_examples(estimator: SDMEstimator, tmp_path: Path) -> None:
@@ -195,3 +200,10 @@ def test_admitted_share_against_alpha(estimator: SDMEstimator) -> None:
         left, _ = plots.against_alpha(estimator, view).axes
     alphas, shares = left.get_lines()[0].get_data()
     assert shares[list(alphas).index(0.9)] == pytest.approx(view.accepted.mean())
+
+
+def test_scatter_of_many_points_is_a_sample(estimator: SDMEstimator) -> None:
+    view = plots.scored_view(estimator.score(blobs(4000, seed=3)[0]), None)
+    with matplotlib.rc_context(plots.STYLE):
+        (axes,) = plots.similarity_distance(estimator, view).axes
+    assert sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_marker() == "o") == plots.MOST_POINTS

@@ -6,18 +6,30 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from sdmlm.classifier import SDMClassifier
+    from sdmlm.config import SDMConfig
     from sdmlm.estimator import SDMEstimator
     from sdmlm.region import HighReliabilityRegion
     from sdmlm.scores import Scores
+    from sdmlm.trainer import SDMTrainer
 
 # Loaded when first used: `import sdmlm` and `sdmlm --help` need not wait for torch.
 _WHERE = {
     "HighReliabilityRegion": "sdmlm.region",
     "SDMClassifier": "sdmlm.classifier",
+    "SDMConfig": "sdmlm.config",
     "SDMEstimator": "sdmlm.estimator",
+    "SDMTrainer": "sdmlm.trainer",
     "Scores": "sdmlm.scores",
 }
-__all__ = ["HighReliabilityRegion", "SDMClassifier", "SDMEstimator", "Scores", "__version__"]
+__all__ = [
+    "HighReliabilityRegion",
+    "SDMClassifier",
+    "SDMConfig",
+    "SDMEstimator",
+    "SDMTrainer",
+    "Scores",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from sdmlm.region import check_alpha
 
 
 @dataclass
-class SDMConfig(TrainingArguments):
+class SDMConfig(TrainingArguments):  # type: ignore[misc]
     """Options of `SDMTrainer`; everything of `TrainingArguments` is there too."""
 
     # TrainingArguments with the paper's values

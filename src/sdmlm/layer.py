@@ -115,15 +115,25 @@ class SDMLayer:
             self._regions[alpha] = find_region(ca.q_prime, ca.p, ca.labels, alpha)
         return self._regions[alpha]
 
-    def score(self, x: Tensor, alpha: float, exclude: Tensor | None = None) -> Scores:
-        """Scores of raw vectors (N, D). A point with exclude >= 0 is one of the training split: its d is by that eCDF."""
+    def _signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
+        """z', what the support says, and d, on the CPU."""
         vectors, z = self.adaptor(x)
         z = z.cpu()
-        predictions = z.argmax(dim=1)
-        found = _on_cpu(self.support.query(vectors, predictions, exclude))
+        found = _on_cpu(self.support.query(vectors, z.argmax(dim=1), exclude))
         d = self.cdf.quantile(found.d_nearest)
         if exclude is not None:
             d = torch.where(exclude.cpu() >= 0, self.train_cdf.quantile(found.d_nearest), d)
+        return z, found, d
+
+    def output(self, x: Tensor, exclude: Tensor | None = None) -> Tensor:
+        """SDM(z') of raw vectors, (N, C) on the CPU: what a training step needs, without the rest of `score`."""
+        z, found, d = self._signals(x, exclude)
+        return sdm(z, found.q, d)
+
+    def score(self, x: Tensor, alpha: float, exclude: Tensor | None = None) -> Scores:
+        """Scores of raw vectors (N, D). A point with exclude >= 0 is one of the training split: its d is by that eCDF."""
+        z, found, d = self._signals(x, exclude)
+        predictions = z.argmax(dim=1)
         p, q_prime = activate(z, found.q, d)
         ca = self.calibration
         eps = dkw_epsilon(effective_sample_size(q_prime, ca.q_prime, ca.labels, self.n_classes), alpha)

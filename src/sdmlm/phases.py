@@ -1,0 +1,53 @@
+"""One progress bar over a whole training run that says which phase is under way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from transformers import TrainerCallback
+
+
+class PhaseProgress(TrainerCallback):  # type: ignore[misc]
+    """Counts steps, names the phase; silent where stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> PhaseProgress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not sys.stderr.isatty():
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("Training", total=state.max_steps, completed=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._progress is not None and self._task is not None:
+            epoch = f"Epoch {int(state.epoch - 1e-9) + 1}: training"
+            self._progress.update(self._task, completed=state.global_step, description=epoch)
+
+    @contextmanager
+    def phase(self, description: str) -> Iterator[None]:
+        """Show a description while something other than steps runs."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=description)
+        yield
