@@ -13,11 +13,11 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-demo: $(READY)  ## a first look, a minute or two; writes runs/demo/
+demo: $(READY)  ## a first look, under a minute; writes runs/demo/
 	$(BIN)/sdmlm demo
 
 bench: $(READY)  ## speed and memory as ratios; writes benchmarks/results/
-	$(BIN)/python benchmarks/estimator.py
+	$(BIN)/python benchmarks/estimator.py  # benchmarks/training.py needs a model and sentences: see its text
 
 clean:
 	rm -rf .venv runs build src/*.egg-info

@@ -68,6 +68,17 @@ def test_an_interrupt_at_any_point_leaves_old_or_new(tmp_path, monkeypatch):
             write(tmp_path / str(stop), 2.0)
         monkeypatch.undo()
         assert read(tmp_path / str(stop))[0]["value"] == (1.0 if stop < 3 else 2.0)
+        assert len(os.listdir(tmp_path / str(stop))) == 3  # no litter
+
+
+def test_a_first_save_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "new")
+    assert os.listdir(tmp_path) == []
 
 
 def damage(folder, name, how):

@@ -124,7 +124,6 @@ def test_fit_saves_estimator_names_and_report(tmp_path: Path, capsys: pytest.Cap
     assert "dog" in report.read_text()
     assert {p.name.split("-")[0] for p in (tmp_path / "est").iterdir()} == {
         "config.json",
-        "classes.json",
         "tensors",
         "texts",
     }
@@ -205,7 +204,7 @@ def test_fit_overwrites_only_an_estimator_and_only_when_forced(
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert main(["fit", second, "--output", str(folder), "--force", *SMALL]) == 0
     assert common.load_estimator(str(folder))[1] == ["old", "young"]
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.iterdir())) == 3
 
     other = tmp_path / "precious"
     other.mkdir()
@@ -345,12 +344,12 @@ def test_damaged_or_newer_artifacts_are_refused(saved: str, tmp_path: Path, caps
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1
     tensors.write_bytes(content)
-    (damaged("names") / "classes.json").write_text("{")
-    (damaged("fewer") / "classes.json").write_text('{"names": ["one"]}')
+    fewer = damaged("fewer") / "config.json"
+    fewer.write_text(json.dumps({**json.loads(fewer.read_text()), "class_names": ["one"]}))
     config = damaged("newer") / "config.json"
     config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 999'))
     (damaged("config") / "config.json").write_text("{}")
-    words = {"flipped": "damaged", "names": "damaged", "fewer": "1 classes", "newer": "newer", "config": "damaged"}
+    words = {"flipped": "damaged", "fewer": "damaged", "newer": "newer", "config": "damaged"}
     for name, says in {**words, "nothing": "not a saved"}.items():
         assert says in fails(capsys, "score", str(tmp_path / name), data)
 

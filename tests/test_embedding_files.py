@@ -1,3 +1,4 @@
+import contextlib
 import json
 
 import numpy as np
@@ -90,3 +91,15 @@ def test_npz_problems(tmp_path):
     np.savez(tmp_path / "c.npz", X=X, y=[0, np.nan, 1])
     with pytest.raises(ValueError, match="NaN"):
         read_embeddings(tmp_path / "c.npz")
+
+
+def test_a_damaged_npz_gives_nothing_but_value_errors(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, X=np.random.default_rng(0).normal(size=(200, 20)), y=np.zeros(200, int))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 997):
+        data = bytearray(whole)
+        data[at] ^= 255
+        path.write_bytes(data)
+        with contextlib.suppress(ValueError):  # a flipped byte may do no harm, but nothing else may be raised
+            read_embeddings(path)

@@ -342,6 +342,8 @@ def test_bad_input_to_fit_is_named(X, y, options, message):
         ({"calibration": (GOOD[0][:, :2], GOOD[1])}, "2 wide"),
         ({"calibration": (GOOD[0], GOOD[1] * 5)}, "label 5"),
         ({"calibration": (GOOD[0][:2], [0, 0])}, "class 1"),
+        ({"calibration": (*GOOD, list(range(5, 45)))}, "both splits"),
+        ({"class_names": ["one"]}, "1 names but there are 2 classes"),
     ],
 )
 def test_bad_options_of_fit_are_named(options, message):

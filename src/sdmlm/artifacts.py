@@ -33,7 +33,7 @@ def write_artifact(
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder to save into.")
-    old = _named_files(folder)
+    old, existed = _named_files(folder), folder.exists()
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,13 +48,17 @@ def write_artifact(
             path.write_text(json.dumps({**head, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             _flush(path)
             os.replace(path, folder / CONFIG)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too: what was there before stays, what is new goes
         for path in written:
             if path.name not in old:
                 path.unlink(missing_ok=True)
-        raise ValueError(
-            f"Could not save to {folder}: {error.strerror or error}. What was there before is intact."
-        ) from error
+        if not existed:
+            with contextlib.suppress(OSError):  # somebody else's files came in between, or it was never made
+                folder.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or error
+        raise ValueError(f"Could not save to {folder}: {reason}. What was there before is intact.") from error
     for name in old - {tensor_file["name"], text_file["name"]}:
         (folder / name).unlink(missing_ok=True)
 

@@ -66,8 +66,10 @@ def compare(
     with_lm = all(data.logits is not None for data in (fit_data, *tests.values()))
     _check_tests(fit_data, tests, n_classes, with_lm)  # before the fit: it may take long
 
+    # A file may name fewer classes than it holds labels for.
+    names = [*fit_data.class_names[:n_classes], *map(str, range(len(fit_data.class_names), n_classes))]
     estimator = SDMEstimator(alpha=alpha, seed=seed, progress=progress, **estimator_parameters)
-    estimator.fit(fit_data.X, y, ids=fit_data.ids, documents=fit_data.documents())
+    estimator.fit(fit_data.X, y, ids=fit_data.ids, documents=fit_data.documents(), class_names=names)
     layer = estimator.layers_[0]
     where = {name: i for i, name in enumerate(fit_data.ids)}
     train, held = ([where[name] for name in ids] for ids in (layer.support_ids, layer.calibration_ids))
@@ -99,8 +101,6 @@ def compare(
                 decided = decisions[dataset, model, name] = baseline.accept(points)
                 metrics = selective_metrics(data.labels(dataset), *decided, n_classes, bootstrap, seed)
                 rows.append(Row(dataset, model, name, metrics))
-    # A file may name fewer classes than it holds labels for.
-    names = [*fit_data.class_names[:n_classes], *map(str, range(len(fit_data.class_names), n_classes))]
     return Comparison(Table(rows, alpha, names), estimator, decisions)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as archive:
             found = {meaning: next((n for n in names if n in archive), None) for meaning, names in _NAMES.items()}
             return {meaning: archive[name] for meaning, name in found.items() if name is not None}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a readable .npz file (object arrays are refused): {error}.") from error
 
 

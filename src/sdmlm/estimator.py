@@ -48,7 +48,7 @@ class SDMEstimator:
     index: "exact", or "faiss" for an approximate index over supports beyond a million vectors (extra `faiss`).
     progress: show a progress bar while fitting, where there is a terminal.
 
-    Learned: `classes_`, `n_features_in_`, `alpha_`, `region_`, `loss_`, `history_`, `layers_` (the best round first).
+    Learned: `classes_`, `class_names_`, `n_features_in_`, `alpha_`, `region_`, `loss_`, `history_`, `layers_` (the best round first).
 
     >>> rng = np.random.default_rng(0)
     >>> y = rng.integers(0, 2, 400)
@@ -98,13 +98,15 @@ class SDMEstimator:
         ids: Sequence[DocumentId] | None = None,
         calibration: Calibration | None = None,
         documents: Mapping[DocumentId, str] | None = None,
+        class_names: Sequence[str] | None = None,
         on_epoch: Callable[[dict[str, float]], None] | None = None,
     ) -> SDMEstimator:
         """Fit on embeddings X (N, D) and labels y (N,) in 0..C-1.
 
         Each round halves the points at random, class by class, into a training and a calibration split; `calibration`,
         (Xc, yc) or (Xc, yc, idsc), fixes that split instead. `ids` name the points (default: 0..N-1, calibration points
-        counted on); `documents` maps ids to texts for `explain`. `on_epoch` hears of every epoch.
+        counted on); `documents` maps ids to texts and `class_names` names the classes, both for `explain`. `on_epoch`
+        hears of every epoch.
         """
         self._check_parameters()
         x, labels = self._matrix(X, "X"), _label_tensor(y, "y")
@@ -123,9 +125,13 @@ class SDMEstimator:
                 names_ca = _checked_ids(calibration[2], len(x_ca), "calibration ids")
             else:
                 names_ca = list(range(len(x), len(x) + len(x_ca)))
+            if shared := set(names) & set(names_ca):
+                raise ValueError(f"The id {next(iter(shared))!r} is used in both splits: ids must differ between them.")
             _check_classes(y_ca, n_classes, "calibration y", least=1)
             given = x_ca, y_ca.to(x.device), names_ca
         _check_classes(labels, n_classes, "y", least=1 if given else 2)
+        if class_names is not None and len(class_names) != n_classes:
+            raise ValueError(f"class_names has {len(class_names)} names but there are {n_classes} classes.")
 
         layers: list[SDMLayer] = []
         with progress_bar(self.progress) as bar:
@@ -156,6 +162,7 @@ class SDMEstimator:
         self.classes_ = np.arange(n_classes)
         self.n_features_in_ = int(x.shape[1])
         self.alpha_ = float(self.alpha)
+        self.class_names_ = None if class_names is None else [str(name) for name in class_names]
         self.documents_ = {} if documents is None else {_plain_id(key): str(text) for key, text in documents.items()}
         return self
 
@@ -265,7 +272,7 @@ class SDMEstimator:
         """For each row: the decision in a sentence, the k nearest support documents, and calibration peers."""
         self._check_fitted()
         x = self._matrix(X, "X", self.n_features_in_)
-        return explain_points(self.layers_[0], x, self.score(X), self.alpha_, self.documents_, k)
+        return explain_points(self.layers_[0], x, self.score(X), self.alpha_, self.documents_, k, self.class_names_)
 
     def certify(
         self, X: ArrayLike | Tensor, y: ArrayLike | Tensor, delta: float = 0.05, classes: Sequence[int] | None = None
@@ -334,6 +341,7 @@ class SDMEstimator:
             "parameters": parameters,
             "alpha": self.alpha_,
             "n_classes": len(self.classes_),
+            "class_names": self.class_names_,
             "n_features": self.n_features_in_,
             "rounds": rounds,
         }
@@ -354,6 +362,9 @@ class SDMEstimator:
                 for i, facts in enumerate(config["rounds"])
             ]
             self.documents_ = dict(texts["documents"])
+            self.class_names_ = config["class_names"]
+            if self.class_names_ is not None and len(self.class_names_) != n_classes:
+                raise KeyError("the number of class names")
         except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
             raise ValueError(f"{folder} is damaged ({error}): restore it from a copy or fit again.") from error
         if not layers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from sdmlm.estimator import SDMEstimator
     from sdmlm.scores import Scores
 
-CLASSES = "classes.json"  # the names of the classes, beside the estimator's own files
 _SCORE_BLOCK = 20_000  # rows scored between two steps of the progress bar
 
 EMBEDDINGS_HELP = "embedding file: .npz (X, y, ids, texts), .parquet or .jsonl (embedding, label, id, text)"
@@ -99,16 +97,7 @@ def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
     from sdmlm.estimator import SDMEstimator
 
     estimator = SDMEstimator.from_pretrained(folder)
-    path, n = Path(folder) / CLASSES, len(estimator.classes_)
-    if not path.exists():
-        return estimator, [str(c) for c in range(n)]
-    try:
-        names = [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["names"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: restore it from a copy or fit again.") from error
-    if len(names) != n:
-        raise ValueError(f"{path} names {len(names)} classes but the estimator has {n}: restore it or fit again.")
-    return estimator, names
+    return estimator, estimator.class_names_ or [str(c) for c in estimator.classes_]
 
 
 def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
@@ -163,30 +152,6 @@ def _check_writable(folder: Path) -> None:
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{there} cannot be written to: name another place.")
-
-
-def save_estimator(estimator: SDMEstimator, names: Sequence[str], folder: str) -> None:
-    """Save with the names of the classes. A failure leaves what was there; names never stand beside the wrong estimator."""
-    from sdmlm.artifacts import write_text_atomically
-
-    path = Path(folder)
-    existed = path.exists()
-    current, new, old = path / CLASSES, path / f"{CLASSES}.new", path / f"{CLASSES}.old"
-    try:
-        write_text_atomically(new, json.dumps({"names": list(names)}, ensure_ascii=False) + "\n")
-        if current.exists():
-            os.replace(current, old)
-        estimator.save_pretrained(folder)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        if old.exists():
-            os.replace(old, current)
-        if not existed:
-            with contextlib.suppress(OSError):  # not empty, or never made
-                path.rmdir()
-        raise
-    os.replace(new, current)
-    old.unlink(missing_ok=True)
 
 
 def console(args: argparse.Namespace) -> Console:

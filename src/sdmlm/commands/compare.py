@@ -26,7 +26,9 @@ def add(subparsers: Any) -> None:
     help = "compare the SDM estimator with softmax, temperature scaling, APS and RAPS on one file"
     parser = common.add_command(subparsers, "compare", help, EXAMPLES)
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP + "; to fit on")
-    parser.add_argument("--test", nargs="+", default=[], metavar="FILE", help="test files (default: hold out a fifth)")
+    parser.add_argument(
+        "--test", action="extend", nargs="+", default=[], metavar="FILE", help="test files (default: hold out a fifth)"
+    )
     parser.add_argument("--name", default="", help="name of the model that made the embeddings, for the table")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for tables.csv/json/tex and report.html")
     parser.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="resamples for intervals (1000)")

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sdmlm.commands import common
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from rich.console import Console
 
-    from sdmlm.estimator import SDMEstimator
     from sdmlm.explain import Exemplar, Explanation
 
 EXAMPLES = """\
@@ -46,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     estimator, names = common.load_estimator(args.estimator)
     data = read_embeddings(args.embeddings, names)
     rows = parse_rows(args.rows, len(data))
-    explanations = explain_named(estimator, data.X[rows], args.k, names)
+    explanations = estimator.explain(data.X[rows], args.k)
     if args.json:
         entries = []
         for i, e in zip(rows, explanations, strict=True):
@@ -74,16 +71,6 @@ def parse_rows(text: str | None, n: int) -> list[int]:
             raise ValueError(f"--rows has {part.strip()!r} but the rows of the file are 0..{n - 1}.")
         rows.extend(range(start, end + 1))
     return rows
-
-
-def explain_named(estimator: SDMEstimator, X: NDArray[np.float32], k: int, names: Sequence[str]) -> list[Explanation]:
-    """estimator.explain, with the names of the classes in the sentences."""
-    from sdmlm.explain import reason
-
-    scores = estimator.score(X)
-    sentences = [reason(scores, i, estimator.region_, names) for i in range(len(scores))]
-    found = estimator.explain(X, k)
-    return [dataclasses.replace(e, reason=sentence) for e, sentence in zip(found, sentences, strict=True)]
 
 
 def _class_name(c: int, names: Sequence[str]) -> str:

@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> None:
         held = read_embeddings(args.calibration, data.class_names)
         calibration = _calibration(held, args.calibration, data)
         documents.update(zip(calibration[2], held.texts or [], strict=False))
-    estimator.fit(data.X, y, data.ids, calibration, documents)
-    common.save_estimator(estimator, data.class_names, args.output)
+    estimator.fit(data.X, y, data.ids, calibration, documents, data.class_names)
+    estimator.save_pretrained(args.output)
     if args.report:
         from sdmlm.report import write_report
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +25,6 @@ from sklearn.model_selection import train_test_split
 
 from sdmlm.commands import common
 from sdmlm.commands.compare import output_files, write_tables
-from sdmlm.commands.explain import explain_named
 from sdmlm.comparison import Comparison, compare
 from sdmlm.embedding_files import Embeddings
 from sdmlm.estimator import SDMEstimator
@@ -58,7 +60,8 @@ def run_demo(folder: str, fast: bool, out: Console) -> Comparison:
     fit, tests = digits()
     m = len(next(iter(tests.values())))
     out.print(INTRO.format(n=len(fit), m=m, alpha=ALPHA), style="italic")
-    found = compare(fit, tests, ALPHA, "digits", 1000, SEED, True, **(FAST if fast else FULL))
+    with _one_thread():
+        found = compare(fit, tests, ALPHA, "digits", 1000, SEED, True, **(FAST if fast else FULL))
     out.print(found.table.rich())
     out.print(READING, style="italic")
     out.print()
@@ -72,13 +75,25 @@ def run_demo(folder: str, fast: bool, out: Console) -> Comparison:
     tables = [(f"The same {m} digits in four versions", found.table)]
     title = "SDM estimator demo: handwritten digits"
     write_report(files["html"], found.estimator, tests[first], None, tables, examples, title, fit.class_names)
-    common.save_estimator(found.estimator, fit.class_names, saved)
+    found.estimator.save_pretrained(saved)
     for name, data in tests.items():
         _save(Path(folder) / f"{name}.npz", data)
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {files['html']} for plots. Try next:", markup=False)
     out.print(f"  sdmlm score {saved} {Path(folder) / 'shifted.npz'}", markup=False, soft_wrap=True)
     out.print(f"  sdmlm explain {saved} {Path(folder) / 'rotated.npz'} --rows 0-2", markup=False, soft_wrap=True)
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices as small as these are multiplied fastest by one thread: several wait for each other, far longer on a busy
+    machine. It also makes the numbers the same whatever the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def digits() -> tuple[Embeddings, dict[str, Embeddings]]:
@@ -141,7 +156,7 @@ def _examples(estimator: SDMEstimator, tests: dict[str, Embeddings]) -> list[Exa
         for what, mask in kinds.items():
             if mask.any():
                 i = int(np.argmax(mask))
-                (found,) = explain_named(estimator, data.X[i : i + 1], _K, data.class_names)
+                (found,) = estimator.explain(data.X[i : i + 1], _K)
                 title = f"The first {what} of the {name} digits ({data.ids[i]}, a {data.labels(name)[i]})"
                 examples.append(Example(title, (data.texts or [])[i], found))
     return examples
