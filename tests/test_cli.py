@@ -453,7 +453,13 @@ def test_compare_writes_tables_and_report(tmp_path: Path, capsys: pytest.Capture
     no_reject = next(row for row in table["rows"] if row["estimator"] == "no-reject")
     assert no_reject["marginal"]["n"] == 60
     assert no_reject["class_conditional"][0]["n"] == 30  # a fifth of each class
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"tables.csv", "tables.json", "tables.tex", "report.html"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "tables.csv",
+        "tables.json",
+        "tables.md",
+        "tables.tex",
+        "report.html",
+    }
     assert strict_json((tmp_path / "out" / "tables.json").read_text())["rows"] == table["rows"]
     assert "SDM HR lower" in (tmp_path / "out" / "report.html").read_text()
 

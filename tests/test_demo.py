@@ -27,7 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_demo_writes_everything(demo: tuple[Path, str]) -> None:
     folder, _ = demo
-    files = {"estimator", "report.html", "tables.csv", "tables.json", "tables.tex"}
+    files = {"estimator", "report.html", "tables.csv", "tables.json", "tables.md", "tables.tex"}
     tests = {f"{name}.npz" for name in ("unseen", "rotated", "shifted", "shuffled")}
     assert {p.name for p in folder.iterdir()} == files | tests
     assert (folder / "report.html").stat().st_size < 2_000_000

@@ -236,3 +236,19 @@ def test_many_classes_show_the_worst_cell() -> None:
     last = latex.splitlines()[-4]
     assert last.startswith("shifted & LM \\& co & HR")
     assert last.count("{R}") == 3
+
+
+def test_markdown_marks_what_is_below_alpha() -> None:
+    labels, predictions = [0] * 300 + [1] * 300, [0] * 290 + [1] * 310
+    accepted = [True] * 295 + [False] * 303 + [True, False]
+    rows = [
+        Row("a|b", "m", "HR", selective_metrics(labels, predictions, accepted, 2)),
+        Row("a|b", "m", "none", selective_metrics(labels, predictions, [False] * 600, 2)),
+    ]
+    head, rule, first, second = Table(rows, 0.99, ["no", "yes"]).markdown().splitlines()
+    assert head == "| Dataset | Model | Estimator | y=no | y=yes | ŷ=no | ŷ=yes | all |"
+    assert rule.count("---:") == 5
+    assert first == (
+        r"| a\|b | m | HR | **0.98** (0.49) | 1.00 (&lt;0.01) | 1.00 (0.48) | **0.17** (0.01) | **0.98** (0.49) |"
+    )
+    assert second.endswith("| R (0.00) | R (0.00) | R (0.00) | R (0.00) | R (0.00) |")

@@ -76,6 +76,9 @@ class Encoded:
     labels: list[int]
     verified_at: int
 
+    def __getitem__(self, name: str) -> Any:  # as a Hugging Face encoding may be read
+        return getattr(self, name)
+
 
 @dataclass
 class Encoder:

@@ -118,7 +118,7 @@ class Row:
 class Table:
     """The table of the papers: Dataset, Model, Estimator, then Acc. and n/|D| for each y, each y_hat, and over all.
 
-    `csv` and `json` keep every cell with its interval. `latex` and `rich` round to two decimals, mark what is below
+    `csv` and `json` keep every cell with its interval. `latex`, `markdown` and `rich` round to two decimals, mark what is below
     alpha before rounding, and with more than four classes show the worst y and y_hat in place of all.
     """
 
@@ -191,6 +191,19 @@ class Table:
             rf"preferred over falling \colorbox{{belowalpha}}{{below}} $\alpha$ (highlighted before rounding)."
         )
         return "\n".join([*lines, r"\bottomrule\end{tabular}}", rf"\caption{{{caption}}}", r"\end{table*}", ""])
+
+    def markdown(self) -> str:
+        """For a page: accuracy and n/|D| in a cell, bold where the accuracy is below alpha."""
+        columns = ["Dataset", "Model", "Estimator", *self._columns("y", "ŷ")]
+        lines = [columns, ["---"] * 3 + ["---:"] * (len(columns) - 3)]
+        for row in self.rows:
+            cells = [row.dataset, row.model, row.estimator]
+            for prefix, cell in self._shown(row.metrics):
+                accuracy = f"**{_accuracy(cell)}**" if self._below(cell) else _accuracy(cell)
+                cells.append(f"{prefix}{accuracy} ({_rounded(cell.share)})".replace("<", "&lt;"))
+            lines.append(cells)
+        escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+        return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
     def rich(self) -> RichTable:
         """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""

@@ -6,6 +6,7 @@ Spec section 7: gamma_gen = gamma_diversity = 1, for every model alike, fine-tun
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from sdmlm import __version__
+from sdmlm.activation import sdm_losses
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.config import SDMConfig
 from sdmlm.encoding import Encoder
 from sdmlm.estimator import SDMEstimator
-from sdmlm.forward import allow_inside, inner_lm, read_documents
+from sdmlm.forward import allow_inside, generate_negatives, inner_lm, read_documents
 from sdmlm.negatives import HardNegatives, NegativePolicy
 from sdmlm.rewards import Reward, load_reward
 
@@ -48,6 +51,44 @@ def completion_room(encoder: Encoder, rows: Rows) -> int:
     return longest + encoder.suffix_length + 8
 
 
+def check_halves(positive: Sequence[bool], name: str) -> None:
+    """Refuse documents that cannot be halved with both classes in each half."""
+    for kind, count in (("positive", sum(positive)), ("negative", len(positive) - sum(positive))):
+        if count < 2:
+            raise ValueError(
+                f"The {name} rows are too few for two halves of an SDM layer: {len(positive)} rows gave {count} {kind} "
+                "documents, and each half needs both kinds. Give more rows; hundreds are a start."
+            )
+
+
+def fit_once(
+    accelerator: Accelerator,
+    args: SDMConfig,
+    seeds: Sequence[int],
+    h: Tensor,
+    labels: Sequence[int],
+    documents: Mapping[int | str, str] | None = None,
+    progress: bool = False,
+) -> SDMEstimator:
+    """An SDM layer, fitted by the first process and sent to the others, there on their own device."""
+    sent: list[Any] = [None]
+    estimator: SDMEstimator | None = None
+    if accelerator.is_main_process:
+        seed = int(np.random.default_rng([args.seed, *seeds]).integers(2**31))
+        estimator = SDMEstimator(**args.estimator_parameters(), seed=seed, device=args.device, progress=progress)
+        estimator.fit(h, labels, documents=documents)
+        if accelerator.num_processes > 1:
+            file = io.BytesIO()
+            torch.save(estimator, file)
+            sent = [file.getvalue()]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(sent)
+    if estimator is None:
+        estimator = torch.load(io.BytesIO(sent[0]), map_location=args.device, weights_only=False)
+        estimator.device = args.device
+    return estimator
+
+
 def fit_final_layer(
     model: Any,
     encoder: Encoder,
@@ -55,7 +96,7 @@ def fit_final_layer(
     args: SDMConfig,
     reward: Reward | str | None = None,
     accelerator: Accelerator | None = None,
-    fsdp: bool = False,
+    progress: bool = True,
 ) -> SDMEstimator:
     """Fit the SDM layer for use over calibration rows; also the entry point for a model that was not fine-tuned.
 
@@ -64,46 +105,64 @@ def fit_final_layer(
     """
     allow_inside(model)
     accelerator = accelerator or Accelerator(cpu=args.device.type == "cpu")
-    rank, world = accelerator.process_index, accelerator.num_processes
     policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)
+    check_halves([policy.draw(i, epoch=0).positive for i in range(len(rows))], "calibration")
     room = args.max_new_tokens or completion_room(encoder, rows)
     store = HardNegatives(policy, load_reward(reward), room, tokens_per_batch=args.tokens_per_batch)
-    numbers = range(len(rows))
-    shared = world > 1 and not fsdp
-    store.prepare(model, encoder, rows, numbers[rank::world] if shared else numbers, epoch=0, step=0)
-    if shared:
-        store.load_state_dict({"attempts": gather_object(store.state_dict()["attempts"])})
-    documents = store.documents(rows, numbers, epoch=0)
-    if not any(d.source == "generated" for d in documents):
+    generated = generate_negatives(accelerator, store, model, encoder, rows, epoch=0, step=0, progress=progress)
+    if not any(body is not None for body in generated):
         warnings.warn(
             "No generation over the calibration rows was wrong, so the final SDM layer has only static negatives: its "
             "verdicts on wrong generations rest on those.",
             stacklevel=2,
         )
+    documents = store.documents(rows, range(len(rows)), epoch=0)
     encoded = [encoder.encode(rows[d.row]["prompt"], d.completion, d.positive, row=d.row) for d in documents]
-    h, _ = read_documents(model, encoded, encoder.pad_id, args.tokens_per_batch, rank, world)
+    h, _ = read_documents(
+        model,
+        encoded,
+        encoder.pad_id,
+        args.tokens_per_batch,
+        accelerator.process_index,
+        accelerator.num_processes,
+        progress=progress,
+    )
     labels = [int(d.positive) for d in documents]
     texts: dict[int | str, str] = {
         d.row: encoder.decode(e.input_ids[: e.verified_at + 1]) for d, e in zip(documents, encoded, strict=True)
     }
-    found: list[Any] = [None]
-    if accelerator.is_main_process:
-        seed = int(np.random.default_rng([args.seed, 4]).integers(2**31))
-        estimator = SDMEstimator(**args.estimator_parameters(), seed=seed, device=args.device)
-        found = [estimator.fit(h, labels, documents=texts)]
-    if world > 1:
-        broadcast_object_list(found)
-    return found[0]  # type: ignore[no-any-return]
+    return fit_once(accelerator, args, [4], h, labels, texts, progress)
 
 
-def save_final_layer(folder: Path, estimator: SDMEstimator, model: Any, encoder: Encoder, args: SDMConfig) -> None:
+def layer_metrics(estimator: SDMEstimator) -> dict[str, float]:
+    """The calibration summary of an SDM layer: the columns of the paper's last table."""
+    layer, region = estimator.layers_[0], estimator.region_
+    ca = layer.calibration
+    out = {"sdm_loss": estimator.loss_, "q_min": region.q_min}
+    right = (ca.predictions == ca.labels).double()
+    losses = sdm_losses(ca.z, ca.q, ca.d, ca.labels)
+    for c, psi in enumerate(region.psi):
+        own = ca.labels == c
+        out |= {
+            f"psi_{c}": psi,
+            f"mean_q_{c}": float(ca.q[own].double().mean()),
+            f"sdm_loss_{c}": float(losses[own].mean()),
+            f"sdm_accuracy_{c}": float(right[own].mean()),
+        }
+    out["admitted"] = float(region.contains(ca.q_prime, ca.p, ca.predictions).double().mean())
+    return out
+
+
+def save_final_layer(
+    folder: Path, estimator: SDMEstimator, weights: Mapping[str, Tensor], encoder: Encoder, args: SDMConfig
+) -> None:
     """`sdm/`: the estimator, and how documents are put to the model it was fitted over."""
     estimator.save_pretrained(folder)
     tags = encoder.tags
     facts = {
         "format_version": 1,
         "sdmlm_version": __version__,
-        "fingerprint": fingerprint(model),
+        "fingerprint": fingerprint(weights),
         "tags": {name: getattr(tags, name) for name in ("open", "close", "yes", "no", "separator")},
         "max_length": encoder.max_length,
         "truncate_prompt": encoder.truncate_prompt,
@@ -119,12 +178,14 @@ def save_final_layer(folder: Path, estimator: SDMEstimator, model: Any, encoder:
     write_text_atomically(folder / LM_FILE, json.dumps(facts, indent=2) + "\n")
 
 
-@torch.no_grad()
-def fingerprint(model: Any) -> str:
-    """A hash over a sample of every weight: says whether an SDM layer was fitted over these weights."""
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """A hash over a sample of every weight of an LM's state dict: was an SDM layer fitted over these weights?
+
+    Rounded to bfloat16, so that a model loaded in that type is still the one that was trained in float32.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(inner_lm(model).state_dict().items()):
+    for name, tensor in sorted(weights.items()):
         flat = tensor.detach().flatten()
-        some = flat[:: max(1, len(flat) // 64)].float().cpu().contiguous()
-        digest.update(name.encode() + str(tuple(tensor.shape)).encode() + some.numpy().tobytes())
+        some = flat[:: max(1, len(flat) // 64)].to("cpu", torch.bfloat16).contiguous()
+        digest.update(name.encode() + str(tuple(tensor.shape)).encode() + some.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

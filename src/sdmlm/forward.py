@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 
-from sdmlm.encoding import IGNORED, Encoded, collate
+from sdmlm.encoding import IGNORED, Encoded, Encoder, collate
+from sdmlm.negatives import HardNegatives, Row
 from sdmlm.progress import track
 from sdmlm.summary import batches_by_length, summarize
+
+# Settings of a config that make a pass in training mode random; those of heads that a causal LM has not are no matter.
+_RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
+_OTHER_HEADS = ("summary_", "classifier_")
 
 
 def inner_lm(model: Any) -> Any:
@@ -30,7 +36,8 @@ def inner_lm(model: Any) -> Any:
 def allow_inside(model: Any) -> None:
     """Let `model(inside=f)` run f(lm) in place of the LM's forward; done once, however often it is called."""
     lm = inner_lm(model)
-    if getattr(lm.forward, "_allows_inside", False):
+    # Marked on the LM and not on its forward, which Accelerate may have wrapped since (autocast).
+    if getattr(lm, "_allows_inside", False):
         return
     plain = lm.forward.__func__
 
@@ -38,15 +45,18 @@ def allow_inside(model: Any) -> None:
     def forward(self: Any, *args: Any, inside: Any = None, **kwargs: Any) -> Any:
         return plain(self, *args, **kwargs) if inside is None else inside(self)
 
-    forward._allows_inside = True  # type: ignore[attr-defined]
     lm.forward = types.MethodType(forward, lm)
+    lm._allows_inside = True
 
 
 def has_dropout(model: Any) -> bool:
     """Whether a forward pass in training mode is random."""
-    lm = inner_lm(model)
-    config = lm.config.get_text_config().to_dict()
-    named = [v for k, v in config.items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float)]
+    config = inner_lm(model).config.get_text_config().to_dict()
+    named = [
+        value
+        for key, value in config.items()
+        if any(part in key for part in _RANDOM) and not key.startswith(_OTHER_HEADS) and isinstance(value, float)
+    ]
     modules = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     return any(p > 0 for p in [*named, *modules])
 
@@ -58,6 +68,53 @@ def states_of(lm: Any, batch: dict[str, Tensor]) -> Tensor:
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
     ).last_hidden_state
     return states
+
+
+def logits_and_states_of(lm: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The model's own logits (B, L, V), and its final-layer states."""
+    out = type(lm).forward(
+        lm,
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    return out.logits, out.hidden_states[-1]
+
+
+def over_documents(
+    model: Any,
+    documents: Sequence[Encoded],
+    pad_id: int,
+    tokens_per_batch: int,
+    inside: Callable[[Any, dict[str, Tensor], Tensor], Any],
+    rank: int = 0,
+    world: int = 1,
+    progress: bool = False,
+) -> list[Any]:
+    """What `inside(lm, batch, numbers of its documents)` gives for the batches of this process, in evaluation mode.
+
+    The batches are the same however many processes share them, and each process makes the same number of calls, which
+    FSDP needs: one that has no batch left repeats a document and drops the answer.
+    """
+    batches = batches_by_length([len(d.input_ids) for d in documents], tokens_per_batch)
+    own = batches[rank::world]
+    answers = []
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for n in track(range(-(-len(batches) // world)), "Reading documents", progress):
+                members = own[n] if n < len(own) else batches[0][:1]
+                batch = collate([documents[i] for i in members], pad_id)
+                batch = {name: t.to(model.device) for name, t in batch.items()}
+                numbers = torch.tensor(members, device=model.device)
+                answer = model(inside=functools.partial(inside, batch=batch, numbers=numbers))
+                if n < len(own):
+                    answers.append(answer)
+    finally:
+        model.train(was_training)
+    return answers
 
 
 @dataclass
@@ -78,43 +135,55 @@ def read_documents(
     world: int = 1,
     keep_states: bool = False,
     progress: bool = False,
-) -> tuple[Tensor, CountedStates | None]:
+) -> tuple[Tensor, CountedStates]:
     """h of every document (N, 2H) on every process, from one pass, in evaluation mode.
 
-    The batches are shared out over the processes; each makes the same number of calls, which FSDP needs. With
-    `keep_states` the states at counted positions come along, so that a loss can be taken without a second pass.
+    With `keep_states` the states at counted positions come along, so that a loss can be taken without a second pass.
     """
-    batches = batches_by_length([len(d.input_ids) for d in documents], tokens_per_batch)
-    own = batches[rank::world]
-    calls = -(-len(batches) // world)
-    found: list[tuple[list[int], Tensor]] = []
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for n in track(range(calls), "Reading documents", progress):
-                members = own[n] if n < len(own) else batches[0][:1]  # the last round may have nothing left for us
-                batch = collate([documents[i] for i in members], pad_id)
-                batch = {name: t.to(model.device) for name, t in batch.items()}
-                states = model(inside=lambda lm, batch=batch: states_of(lm, batch))
-                if n >= len(own):
-                    continue
-                found.append((members, summarize(states, batch["verified_at"], batch["attention_mask"]).cpu()))
-                if keep_states:
-                    labels = batch["labels"][:, 1:]
-                    row, position = (labels != IGNORED).nonzero(as_tuple=True)
-                    where = torch.tensor(members, device=row.device)[row]
-                    kept.append((states[row, position].cpu(), labels[row, position].cpu(), where.cpu()))
-    finally:
-        model.train(was_training)
-    everything = gather_object(found) if world > 1 else found
-    h = torch.empty(len(documents), everything[0][1].shape[1])
-    for members, part in everything:
-        h[members] = part
-    if not keep_states:
-        return h, None
-    if not kept:
+
+    def inside(lm: Any, batch: dict[str, Tensor], numbers: Tensor) -> tuple[Tensor, ...]:
+        states = states_of(lm, batch)
+        h = summarize(states, batch["verified_at"], batch["attention_mask"])
+        labels = batch["labels"][:, 1:]
+        row, position = (labels != IGNORED).nonzero(as_tuple=True)
+        if not keep_states:
+            row, position = row[:0], position[:0]
+        kept = states[row, position], labels[row, position], numbers[row]
+        return tuple(t.cpu() for t in (numbers, h, *kept))
+
+    found = over_documents(model, documents, pad_id, tokens_per_batch, inside, rank, world, progress)
+    everything = [(numbers, h) for numbers, h, *_ in found]
+    if world > 1:
+        everything = gather_object(everything)
+    out = torch.empty(len(documents), everything[0][1].shape[1])
+    for numbers, h in everything:
+        out[numbers] = h
+    if not found:
         empty = torch.empty(0, dtype=torch.long)
-        return h, CountedStates(torch.empty(0, h.shape[1] // 2), empty, empty)
-    return h, CountedStates(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
+        return out, CountedStates(torch.empty(0, out.shape[1] // 2), empty, empty)
+    return out, CountedStates(*(torch.cat(parts) for parts in zip(*(kept for _, _, *kept in found), strict=True)))
+
+
+def generate_negatives(
+    accelerator: Accelerator,
+    store: HardNegatives,
+    model: Any,
+    encoder: Encoder,
+    rows: Sequence[Row],
+    epoch: int,
+    step: int,
+    progress: bool = False,
+) -> list[str | None]:
+    """Fill the store for all rows of an epoch; returns what was generated for each prompt that drew a generation.
+
+    Processes share the prompts, except under FSDP, where every forward pass is a joint one: there all make the same
+    generations.
+    """
+    numbers = range(len(rows))
+    rank, world = accelerator.process_index, accelerator.num_processes
+    own = numbers if accelerator.distributed_type == DistributedType.FSDP else numbers[rank::world]
+    attempts = [asdict(a) for a in store.prepare(model, encoder, rows, own, epoch, step, progress)]
+    if world > 1:
+        attempts = gather_object(attempts)
+        store.load_state_dict({"attempts": [*store.state_dict()["attempts"], *attempts]})
+    return [a["body"] for a in attempts]

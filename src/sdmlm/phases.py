@@ -1,4 +1,4 @@
-"""One progress bar over a whole training run that says which phase is under way."""
+"""One progress bar over a whole training run that says which phase is under way, and the logs above it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import TrainerCallback
 
 
 class PhaseProgress(TrainerCallback):  # type: ignore[misc]
-    """Counts steps, names the phase; silent where stderr is not a terminal."""
+    """Counts steps, names the phase, prints what is logged; without a terminal only the last."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._task = TaskID(0)
 
     def __enter__(self) -> PhaseProgress:
         return self
@@ -41,13 +41,26 @@ class PhaseProgress(TrainerCallback):  # type: ignore[misc]
         self._task = self._progress.add_task("Training", total=state.max_steps, completed=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._progress is not None and self._task is not None:
+        if self._progress is not None:
             epoch = f"Epoch {int(state.epoch - 1e-9) + 1}: training"
             self._progress.update(self._task, completed=state.global_step, description=epoch)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        line = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in (logs or {}).items())
+        if self._progress is None:
+            print(line, flush=True)
+        else:
+            self._progress.console.print(line, markup=False, highlight=False)
 
     @contextmanager
     def phase(self, description: str) -> Iterator[None]:
         """Show a description while something other than steps runs."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=description)
+        if self._progress is None:
+            yield
+            return
+        before = self._progress.tasks[self._task].description
+        self._progress.update(self._task, description=description)
         yield
+        self._progress.update(self._task, description=before)

@@ -30,7 +30,7 @@ def add(subparsers: Any) -> None:
         "--test", action="extend", nargs="+", default=[], metavar="FILE", help="test files (default: hold out a fifth)"
     )
     parser.add_argument("--name", default="", help="name of the model that made the embeddings, for the table")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for tables.csv/json/tex and report.html")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for tables.csv/json/tex/md and report.html")
     parser.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="resamples for intervals (1000)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     common.add_estimator_options(parser)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 def output_files(folder: str) -> dict[str, Path]:
     """The files of a comparison, all of which can be written."""
-    files = {kind: Path(folder) / f"tables.{kind}" for kind in ("csv", "json", "tex")}
+    files = {kind: Path(folder) / f"tables.{kind}" for kind in ("csv", "json", "tex", "md")}
     files["html"] = Path(folder) / "report.html"
     for path in files.values():
         common.check_output_file(str(path))
@@ -79,12 +79,13 @@ def output_files(folder: str) -> dict[str, Path]:
 
 
 def write_tables(files: dict[str, Path], table: Table) -> None:
-    """The table as CSV, JSON and LaTeX."""
+    """The table as CSV, JSON, LaTeX and Markdown."""
     from sdmlm.artifacts import write_text_atomically
 
     write_text_atomically(files["csv"], table.csv())
     write_text_atomically(files["json"], json.dumps(table.json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     write_text_atomically(files["tex"], table.latex())
+    write_text_atomically(files["md"], table.markdown())
 
 
 def take(data: Embeddings, rows: Iterable[int]) -> Embeddings:
