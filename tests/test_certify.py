@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from sdmlm.certify import certify_region, threshold_grid
+from sdmlm.certify import Certificate, certify_region, threshold_grid
 from sdmlm.region import HighReliabilityRegion
 
 REGION = HighReliabilityRegion(0.9, 1.0, (0.8, 0.8))
@@ -84,6 +84,18 @@ def test_covering_some_classes_rejects_the_others():
     assert certificate.region is not None
     assert certificate.region.psi == (math.inf, 0.8)
     assert not certificate.region.contains(np.ones(1), np.array([[0.99, 0.01]]), np.array([0])).any()
+    assert "class 1 (all others are rejected)" in str(certificate)
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path):
+    p, ones = np.tile([0.1, 0.9], (60, 1)), np.ones(60, int)
+    for classes in (None, [1]):
+        certificate = certify_region(REGION, [1.0], np.ones(60), p, ones, ones, classes=classes)
+        certificate.save(tmp_path / "c.json")
+        assert Certificate.load(tmp_path / "c.json") == certificate
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"c\.json is not a readable certificate"):
+        Certificate.load(tmp_path / "c.json")
 
 
 def test_grid_comes_from_calibration_and_starts_at_the_region():

@@ -493,3 +493,18 @@ def test_certify(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "No threshold could be certified" in capsys.readouterr().out
     assert "--classes" in fails(capsys, "certify", saved, fresh, "--classes", "ugly")
     assert "delta" in fails(capsys, "certify", saved, fresh, "--delta", "2")
+
+
+def test_a_certificate_can_be_saved_and_applied(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fresh = write_npz(tmp_path / "fresh.npz", 600, seed=7, names=("bad", "good"))
+    new = write_npz(tmp_path / "new.npz", 200, seed=8, names=("bad", "good"))
+    file = str(tmp_path / "certificate.json")
+    assert main(["certify", saved, fresh, "--classes", "good", "--output", file, "--json"]) == 0
+    assert strict_json(capsys.readouterr().out)["certified"]
+    assert main(["score", saved, new, "--certificate", file, "--json"]) == 0
+    rows = strict_json(capsys.readouterr().out)["rows"]
+    accepted = [row for row in rows if row["accepted"]]
+    assert accepted
+    assert {row["prediction"] for row in accepted} == {"good"}  # the certificate covers nothing else
+    assert "alpha" in fails(capsys, "score", saved, new, "--certificate", file, "--alpha", "0.6")
+    assert "certificate" in fails(capsys, "score", saved, new, "--certificate", str(tmp_path / "fresh.npz"))

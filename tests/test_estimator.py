@@ -151,6 +151,15 @@ def test_ensembles_accept_only_what_all_accept():
         assert scores.highest_alpha[i] == max(at) if at else np.isnan(scores.highest_alpha[i])
 
 
+def test_what_needs_a_single_model_says_so():
+    X, y = blobs(60)
+    ensemble = SDMEstimator(ensemble=True, **{**SMALL, "rounds": 2}).fit(X, y)
+    with pytest.raises(ValueError, match="accepted_at works on a single model"):
+        ensemble.accepted_at(ensemble.score(X), [0.9])
+    with pytest.raises(ValueError, match="certify works on a single model"):
+        ensemble.certify(X, y)
+
+
 def test_given_calibration_split_is_used():
     (X, y), (Xc, yc) = blobs(), blobs(100, seed=1)
     names = [f"c{i}" for i in range(100)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,12 @@ def tiny_config(folder: str | Path, **changes: Any) -> SDMConfig:
         "disable_tqdm": True,
     }
     return SDMConfig(**settings | changes)
+
+
+def warm_up(folder: Path) -> None:
+    """For a driver that forks: do once what every child would do, and start no threads."""
+    import sdmlm.trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    tiny_lm().save_pretrained(folder)  # compiles a thousand regular expressions
+    gc.freeze()  # the children's collections need not look at all that was imported

@@ -96,8 +96,9 @@ def train_adaptor(
     """Train g and the linear layer; keep the epoch with the lowest balanced calibration loss.
 
     `train` and `calibration` are (x (N, D), y (N,)). The first epoch uses q = e-2 and d = 1, which is cross-entropy; after
-    every epoch q and d of both splits are recomputed. With loss="ce" they never are: the adaptor of the baselines.
-    `generator` (on the CPU) draws the initial weights and the order of the batches.
+    every epoch q and d of both splits are recomputed (where that gives d = 0 for all, the first epoch's values go on).
+    With loss="ce" they never are: the adaptor of the baselines. `generator` (on the CPU) draws the initial weights and
+    the order of the batches.
     """
     (x, y), (x_ca, y_ca) = train, calibration
     mean, std = standardization(x, center)
@@ -139,6 +140,11 @@ def train_adaptor(
             found = support.query(h, predictions, exclude=own_entry)
             d = DistanceCDF.fit(found.d_nearest, y, found.q, n_classes).quantile(found.d_nearest).float()
             q = found.q
+            if not bool((d > 0).any()):
+                # Some class has no training point with q > 0, so d = 0 for all: every gradient is zero and would stay so.
+                # The values of the first epoch go on until each class has one. (Only training: the losses that choose
+                # the epoch are by the rule as it stands.)
+                q, d = torch.full((n,), Q_SOFTMAX, device=device), torch.ones(n, device=device)
             found = support.query(h_ca, z_ca.argmax(dim=1))
             d_ca = DistanceCDF.fit(found.d_nearest, y_ca, found.q, n_classes).quantile(found.d_nearest).float()
             q_ca = found.q

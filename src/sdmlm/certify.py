@@ -11,17 +11,22 @@ short of alpha, and the loosest one may be picked after the fact.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
+from sdmlm.artifacts import write_text_atomically
 from sdmlm.region import HighReliabilityRegion
 from sdmlm.scores import Scores
+
+_KIND = "sdmlm certificate"
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,14 @@ class ThresholdTest:
 
 @dataclass(frozen=True)
 class Certificate:
-    """`region` is the certified one, or None if no threshold passed; `tests` shows every test that was made."""
+    """`region` is the certified one, or None if no threshold passed; `tests` shows every test that was made.
+
+    `classes` are the predicted classes that it covers; all others the region rejects.
+    """
 
     alpha: float
     delta: float
+    classes: tuple[int, ...]
     region: HighReliabilityRegion | None
     tests: tuple[ThresholdTest, ...]
 
@@ -49,6 +58,10 @@ class Certificate:
         """Which points the certified region accepts; none if there is no certificate."""
         if self.region is None:
             return np.zeros(len(scores), dtype=bool)
+        if len(self.region.psi) != scores.p.shape[1]:
+            raise ValueError(
+                f"The certificate is for {len(self.region.psi)} classes, the scores are of {scores.p.shape[1]}."
+            )
         inside: NDArray[np.bool_] = self.region.contains(scores.q_prime, scores.p, scores.prediction)
         return inside
 
@@ -58,10 +71,36 @@ class Certificate:
                 f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: give more points, "
                 "or a lower alpha."
             )
+        covered = "each predicted class"
+        if len(self.classes) < len(self.region.psi):
+            covered = f"each prediction of class {', '.join(map(str, self.classes))} (all others are rejected)"
         return (
             f"Certified: with probability at least {1 - self.delta:g}, the accuracy among the accepted is at least "
-            f"{self.alpha} for each predicted class, from q' {self.region.q_min:g} on."
+            f"{self.alpha} for {covered}, from q' {self.region.q_min:g} on."
         )
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON; a psi of null rejects its class."""
+        facts = dataclasses.asdict(self)
+        if self.region is not None:
+            facts["region"]["psi"] = [v if math.isfinite(v) else None for v in self.region.psi]
+        write_text_atomically(path, json.dumps({"kind": _KIND, **facts}, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Certificate:
+        """Read what `save` wrote."""
+        try:
+            facts = json.loads(Path(path).read_text(encoding="utf-8"))
+            if facts.pop("kind") != _KIND:
+                raise KeyError("kind")
+            region = facts["region"]
+            if region is not None:
+                psi = tuple(math.inf if v is None else float(v) for v in region["psi"])
+                region = HighReliabilityRegion(float(region["alpha"]), float(region["q_min"]), psi)
+            tests = tuple(ThresholdTest(**test) for test in facts["tests"])
+            return cls(facts["alpha"], facts["delta"], tuple(facts["classes"]), region, tests)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a readable certificate: make it with `sdmlm certify --output`.") from error
 
 
 def threshold_grid(
@@ -111,7 +150,7 @@ def certify_region(
             passed &= tests[-1].passed
         if passed and certified is None:
             certified = candidate
-    return Certificate(region.alpha, delta, certified, tuple(tests))
+    return Certificate(region.alpha, delta, tuple(covered), certified, tuple(tests))
 
 
 def certificate_rows(certificate: Certificate) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sdmlm import __version__
-from sdmlm.commands import certify, compare, demo, explain, fit, score
+from sdmlm.commands import calibrate, certify, compare, demo, explain, fit, score, train
 
 EXAMPLES = """\
 examples:
@@ -18,6 +18,8 @@ examples:
   sdmlm explain runs/estimator test.npz --rows 0-3  why
   sdmlm compare train.npz --output runs/compare     against softmax, temperature, APS, RAPS
   sdmlm certify runs/estimator fresh.npz            a guarantee, from fresh points
+  sdmlm train --model M --data rows.jsonl --output runs/lm   fine-tune a language model
+  sdmlm calibrate runs/lm --data rows.jsonl         give a language model an SDM layer
 
 `sdmlm COMMAND --help` shows the options and examples of a command."""
 
@@ -32,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sdmlm {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (fit, score, explain, compare, certify, demo):
+    for command in (fit, score, explain, compare, certify, demo, train, calibrate):
         command.add(subparsers)
     return parser
 
@@ -65,3 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(message: str) -> int:
     print(f"sdmlm: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":  # accelerate launch -m sdmlm.cli
+    sys.exit(main())

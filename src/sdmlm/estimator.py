@@ -263,8 +263,8 @@ class SDMEstimator:
         return _positions([_plain_id(i) for i in ids], self.layers_[0])
 
     def accepted_at(self, scores: Scores, alphas: Iterable[float]) -> NDArray[np.bool_]:
-        """Which points are accepted at each of several alphas, (N, number of alphas); by the best round."""
-        self._check_fitted()
+        """Which points are accepted at each of several alphas, (N, number of alphas)."""
+        self._check_single("accepted_at")
         wanted = [check_alpha(a) for a in alphas]
         return self.layers_[0].accepted_at(scores.q_prime, scores.p, scores.prediction, wanted)
 
@@ -282,9 +282,7 @@ class SDMEstimator:
 
         `classes`: the predicted classes that the certificate covers (default: all); others are then always rejected.
         """
-        self._check_fitted()
-        if len(self.layers_) > 1:
-            raise ValueError("certify works on a single model: fit with ensemble=False.")
+        self._check_single("certify")
         x, labels = self._matrix(X, "X", self.n_features_in_), _label_tensor(y, "y")
         _check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
@@ -420,6 +418,11 @@ class SDMEstimator:
     def _check_fitted(self) -> None:
         if not hasattr(self, "layers_"):
             raise ValueError("This SDMEstimator is not fitted yet: call fit, or load one with from_pretrained.")
+
+    def _check_single(self, method: str) -> None:
+        self._check_fitted()
+        if len(self.layers_) > 1:
+            raise ValueError(f"{method} works on a single model: fit with ensemble=False.")
 
     def _device(self) -> torch.device:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -23,7 +23,7 @@ from sdmlm import __version__
 from sdmlm.activation import sdm_losses
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.config import SDMConfig
-from sdmlm.encoding import Encoder
+from sdmlm.encoding import Encoder, check_rows, completion_text
 from sdmlm.estimator import SDMEstimator
 from sdmlm.forward import allow_inside, generate_negatives, inner_lm, read_documents
 from sdmlm.negatives import HardNegatives, NegativePolicy
@@ -46,9 +46,8 @@ def position_limit(model: Any, max_length: int | None) -> int | None:
 
 def completion_room(encoder: Encoder, rows: Rows) -> int:
     """Tokens that a generation may take: the longest completion of the rows and 8 more."""
-    texts = [row[name] for row in rows for name in ("chosen", "rejected")]
-    longest = max(len(encoder.encode_for_judging("", text)) for text in texts) if texts else 0
-    return longest + encoder.suffix_length + 8
+    texts = [completion_text(row[name]) for row in rows for name in ("chosen", "rejected")]
+    return max(len(encoder.continuation(text)) for text in texts) + encoder.suffix_length + 8
 
 
 def check_halves(positive: Sequence[bool], name: str) -> None:
@@ -84,8 +83,9 @@ def fit_once(
     if accelerator.num_processes > 1:
         broadcast_object_list(sent)
     if estimator is None:
-        estimator = torch.load(io.BytesIO(sent[0]), map_location=args.device, weights_only=False)
-        estimator.device = args.device
+        device = args.device if args.device.type != "cpu" else torch.device("cpu")  # torch.load refuses "cpu:0"
+        estimator = torch.load(io.BytesIO(sent[0]), map_location=device, weights_only=False)
+        estimator.device = device
     return estimator
 
 
@@ -103,6 +103,7 @@ def fit_final_layer(
     One document per prompt: its positive with probability gamma_plus, otherwise the model's own greedy completion if
     r = 0, otherwise the static negative.
     """
+    check_rows(rows, encoder.tags)
     allow_inside(model)
     accelerator = accelerator or Accelerator(cpu=args.device.type == "cpu")
     policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)

@@ -109,7 +109,7 @@ def over_documents(
                 batch = collate([documents[i] for i in members], pad_id)
                 batch = {name: t.to(model.device) for name, t in batch.items()}
                 numbers = torch.tensor(members, device=model.device)
-                answer = model(inside=functools.partial(inside, batch=batch, numbers=numbers))
+                answer = model(inside=lambda lm, batch=batch, numbers=numbers: inside(lm, batch, numbers))
                 if n < len(own):
                     answers.append(answer)
     finally:

@@ -27,8 +27,9 @@ def summarize(states: Tensor, at: Tensor, attention_mask: Tensor | None = None) 
         counted &= attention_mask.bool()
     weights = counted.to(torch.float32)
     weights /= weights.sum(dim=1, keepdim=True)
-    # bmm instead of a masked copy: no second (B, L, H) tensor.
-    mean = torch.bmm(weights[:, None, :], states.float()).squeeze(1)
+    with torch.autocast(states.device.type, enabled=False):  # inside an LM's forward pass it would round to bfloat16
+        # bmm instead of a masked copy: no second (B, L, H) tensor.
+        mean = torch.bmm(weights[:, None, :], states.float()).squeeze(1)
     last = states[torch.arange(states.shape[0], device=states.device), at].float()
     return torch.cat([last, mean], dim=1)
 

@@ -8,8 +8,10 @@ it picks the checkpoint. The last act fits the SDM layer that goes with the mode
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import shutil
 import time
 import warnings
 from collections import defaultdict
@@ -21,18 +23,38 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
-from sdmlm.activation import sdm_losses
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.config import SDMConfig
-from sdmlm.encoding import Encoded, Encoder, check_rows, collate
+from sdmlm.encoding import IGNORED, Encoded, Encoder, VerificationTags, check_rows, collate
 from sdmlm.estimator import SDMEstimator
-from sdmlm.final_layer import SDM_FOLDER, completion_room, fit_final_layer, position_limit, save_final_layer
-from sdmlm.forward import CountedStates, allow_inside, has_dropout, inner_lm, read_documents, states_of
+from sdmlm.final_layer import (
+    SDM_FOLDER,
+    check_halves,
+    completion_room,
+    fit_final_layer,
+    fit_once,
+    layer_metrics,
+    position_limit,
+    save_final_layer,
+)
+from sdmlm.forward import (
+    CountedStates,
+    allow_inside,
+    generate_negatives,
+    has_dropout,
+    inner_lm,
+    logits_and_states_of,
+    over_documents,
+    read_documents,
+    states_of,
+)
 from sdmlm.loss import LogitTransform, output_head, sdm_loss_from_hidden, sdm_next_token_loss
 from sdmlm.negatives import HardNegatives, NegativePolicy
 from sdmlm.phases import PhaseProgress
@@ -65,9 +87,14 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        args = args or SDMConfig()
+        args = copy.copy(args) if args is not None else SDMConfig()  # max_new_tokens is filled in below
         if train_dataset is None or eval_dataset is None:
             raise ValueError("SDMTrainer needs train_dataset and eval_dataset (the calibration set D_ca).")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"One process sees {args.n_gpu} GPUs: start one process for each with `accelerate launch`, or show it "
+                "one with CUDA_VISIBLE_DEVICES."
+            )
         if isinstance(model, str):
             processing_class = processing_class or AutoTokenizer.from_pretrained(model)
             model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -86,9 +113,10 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             reward_funcs = reward_funcs[0]
         self.reward = load_reward(reward_funcs)  # type: ignore[arg-type]
 
-        self.rows, self.calibration_rows = _checked(train_dataset, "train"), _checked(eval_dataset, "calibration")
-        limit = position_limit(model, args.max_length)
-        self.encoder = Encoder(processing_class, args.tags(), limit, args.truncate_prompt)
+        tags = args.tags()
+        self.rows = _checked(train_dataset, "train", tags)
+        self.calibration_rows = _checked(eval_dataset, "calibration", tags)
+        self.encoder = Encoder(processing_class, tags, position_limit(model, args.max_length), args.truncate_prompt)
         self._encoded = _encode_static(self.encoder, self.rows, "train")
         self._encoded_ca = _encode_static(self.encoder, self.calibration_rows, "calibration")
         if args.max_new_tokens is None:
@@ -97,28 +125,20 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         # D_ca: which prompts stand with their positive is drawn once, so that checkpoints see the same documents.
         choice = NegativePolicy(args.gamma_plus, 0.0, 0.0, seed=args.seed)
         self.calibration_positive = [choice.draw(i, epoch=0).positive for i in range(len(self.calibration_rows))]
-        _check_halves(self.calibration_positive, "calibration")
+        check_halves(self.calibration_positive, "calibration")
+        gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
+        policy = NegativePolicy(args.gamma_plus, gamma_gen, args.gamma_diversity, args.seed)
         self.negatives = HardNegatives(
-            NegativePolicy(
-                args.gamma_plus, args.gamma_gen if args.hard_negatives else 0.0, args.gamma_diversity, args.seed
-            ),
-            self.reward,
-            args.max_new_tokens,
-            args.temperature,
-            args.num_generations,
-            args.tokens_per_batch,
+            policy, self.reward, args.max_new_tokens, args.temperature, args.num_generations, args.tokens_per_batch
         )
-        positives = [self.negatives.policy.draw(i, epoch=1).positive for i in range(len(self.rows))]
-        _check_halves(positives, "train")
+        if args.loss == "sdm":
+            # Every epoch halves its own documents; with many rows chance cannot fail, so the first will do.
+            for epoch in range(1, 1 + (math.ceil(args.num_train_epochs) if len(self.rows) < 1000 else 1)):
+                check_halves([policy.draw(i, epoch).positive for i in range(len(self.rows))], "train")
 
         allow_inside(model)
-        self._transform: LogitTransform | None = None
-        try:
-            self._transform = output_head(inner_lm(model))[1]
-        except ValueError as error:
-            warnings.warn(f"{error} The loss is taken from the model's full logits, which costs memory.", stacklevel=2)
-        self._dropout = has_dropout(model)
-        if self._dropout and args.loss == "sdm":
+        self._random = has_dropout(model) or args.neftune_noise_alpha is not None
+        if self._random and args.loss == "sdm":
             warnings.warn(
                 "This model has dropout, so the summary h of a document cannot come from the training pass: each step "
                 "makes a second pass. Set the dropout of the model (and of LoRA) to 0 to save it.",
@@ -126,16 +146,17 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             )
         self.estimator: SDMEstimator | None = None  # the final SDM layer
         self.training_layer: SDMEstimator | None = None  # that of the epoch
+        self._own_entry = np.empty(0, dtype=np.int64)  # each row's index in that layer's support, -1 for none
         self._layer_epoch = -1
-        self._documents: list[Any] = []
-        self._own_entry = np.empty(0, dtype=np.int64)
-        self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._documents: list[Any] = []  # of the epoch, by row
+        self._encoded_documents: list[Encoded] = []
+        self._metrics: dict[str, list[float]] = defaultdict(list)  # since the last log, a value for each document
         self._phases = PhaseProgress()
 
         super().__init__(
             model=model,
             args=args,
-            data_collator=lambda rows: {"rows": torch.tensor(rows)},
+            data_collator=_row_numbers,
             train_dataset=_RowNumbers(len(self.rows)),
             eval_dataset=self.calibration_rows,
             processing_class=processing_class,
@@ -146,9 +167,22 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self._loss_shifts_labels = True
+        self._transform = self._logit_transform()
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(self._phases)
+
+    def _logit_transform(self) -> LogitTransform | None:
+        """What the model does to its logits; None where only the model itself can apply its output embedding."""
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process:  # the others may hold no weights yet (FSDP, memory-efficient loading)
+            try:
+                found = [output_head(inner_lm(self.model))[1]]
+            except ValueError as error:
+                warnings.warn(f"{error} The loss is taken from full logits, which costs memory.", stacklevel=3)
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        return found[0]  # type: ignore[no-any-return]
 
     # An epoch
 
@@ -159,41 +193,40 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         """Hard negatives and the SDM layer of an epoch (from 0), unless a checkpoint brought them."""
         if self._layer_epoch == epoch:
             return
-        numbers = range(len(self.rows))
         with self._phase("generation", f"Epoch {epoch + 1}: generating hard negatives"):
-            self._generate(numbers, epoch)
+            generated = generate_negatives(  # the policy counts epochs from 1
+                self.accelerator,
+                self.negatives,
+                self.model,
+                self.encoder,
+                self.rows,
+                epoch + 1,
+                self.state.global_step,
+            )
+        if generated and all(body is None for body in generated):
+            warnings.warn(
+                f"Epoch {epoch + 1}: none of {len(generated)} generations was wrong (r = 0), so all its negatives are "
+                "static ones.",
+                stacklevel=2,
+            )
         self._choose_documents(epoch)
         if self.args.loss == "sdm":
-            encoded = [self._encode_document(i) for i in numbers]
             with self._phase("reading", f"Epoch {epoch + 1}: reading the training documents"):
-                h, _ = self._read(encoded)
+                h, _ = self._read(self._encoded_documents)
             with self._phase("sdm_layer", f"Epoch {epoch + 1}: fitting the SDM layer"):
                 labels = [int(d.positive) for d in self._documents]
-                self.training_layer = self._fit(h, labels, [1, epoch])
-                self._own_entry = self.training_layer.support_index(numbers)
+                self.training_layer = fit_once(self.accelerator, self.args, [1, epoch], h, labels)
+                self._own_entry = self.training_layer.support_index(range(len(self.rows)))
         self._layer_epoch = epoch
 
     def _choose_documents(self, epoch: int) -> None:
-        # The policy counts epochs from 1.
         self._documents = self.negatives.documents(self.rows, range(len(self.rows)), epoch + 1)
-
-    def _generate(self, numbers: Sequence[int], epoch: int) -> None:
-        """Fill the store for this epoch. Processes share the prompts, except under FSDP, where every forward pass is
-        a joint one: there all make the same generations."""
-        shared = self.accelerator.num_processes > 1 and not self.is_fsdp_enabled
-        own = numbers[self.accelerator.process_index :: self.accelerator.num_processes] if shared else numbers
-        self.negatives.prepare(
-            self.model, self.encoder, self.rows, own, epoch + 1, self.state.global_step, progress=False
-        )
-        if shared:
-            self.negatives.load_state_dict({"attempts": gather_object(self.negatives.state_dict()["attempts"])})
-
-    def _encode_document(self, i: int) -> Encoded:
-        """The document of row i in this epoch; only generated ones are encoded anew."""
-        document = self._documents[i]
-        if document.source == "generated":
-            return self.encoder.encode(self.rows[i]["prompt"], document.completion, False, row=i)
-        return self._encoded[i][0 if document.positive else 1]
+        self._encoded_documents = [
+            self.encoder.encode(row["prompt"], document.completion, False, row=i)
+            if document.source == "generated"
+            else self._encoded[i][0 if document.positive else 1]
+            for i, (row, document) in enumerate(zip(self.rows, self._documents, strict=True))
+        ]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -201,14 +234,18 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         """Row numbers from the loader become padded documents, with the tokens that count in the global batch."""
         batches = []
         for _, found in zip(range(num_batches), epoch_iterator, strict=False):
-            numbers = found["rows"].tolist()
-            batch = collate([self._encode_document(i) for i in numbers], self.encoder.pad_id)
-            batch["reward"] = torch.tensor([int(self._documents[i].positive) for i in numbers])
-            batch["rows"] = torch.tensor(numbers)
-            generated = [self._documents[i].source == "generated" for i in numbers]
-            self._metrics["hard_negatives"].append(float(np.mean(generated)))
+            numbers = [i for i in found["rows"].tolist() if i >= 0]
+            documents = [self._encoded_documents[i] for i in numbers]
+            if not documents:  # nothing left for this process: it must join the step, with nothing that counts
+                first = self._encoded_documents[0]
+                documents = [Encoded(first.input_ids, [IGNORED] * len(first.labels), first.verified_at)]
+            batch = collate(documents, self.encoder.pad_id)
+            batch["rows"] = torch.tensor(numbers or [-1])
+            batch["reward"] = torch.tensor([int(self._documents[i].positive) for i in batch["rows"].tolist()])
+            self._metrics["hard_negatives"] += [float(self._documents[i].source == "generated") for i in numbers]
             batches.append(batch)
-        return batches, self._get_num_items_in_batch(batches, device)
+        items = self._get_num_items_in_batch(batches, device)
+        return batches, items if items is None else items.clamp_min(1)
 
     # A step
 
@@ -221,7 +258,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         """The SDM next-token loss of a batch: one forward pass gives h, from h the base, from the base the loss."""
         base = None
-        if self.args.loss == "sdm" and self._dropout:
+        if self.args.loss == "sdm" and self._random:
             model.eval()
             with torch.no_grad():
                 h = model(inside=lambda lm: self._summary(states_of(lm, inputs), inputs))
@@ -233,16 +270,10 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         return (loss, {}) if return_outputs else loss
 
     def _loss_inside(self, lm: Any, inputs: dict[str, Tensor], base: Tensor | None, num_items: Any) -> Tensor:
-        if self._transform is None:  # an output embedding that only the model itself can apply
-            out = type(lm).forward(
-                lm,
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                output_hidden_states=True,
-                use_cache=False,
-            )
-            base = self._base_from(out.hidden_states[-1], inputs) if base is None else base
-            return sdm_next_token_loss(out.logits, inputs["labels"], base, num_items)
+        if self._transform is None:
+            logits, states = logits_and_states_of(lm, inputs)
+            base = self._base_from(states, inputs) if base is None else base
+            return sdm_next_token_loss(logits, inputs["labels"], base, num_items)
         states = states_of(lm, inputs)
         base = self._base_from(states, inputs) if base is None else base
         head = lm.get_output_embeddings()
@@ -265,11 +296,12 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         rows, y = inputs["rows"].cpu(), inputs["reward"].cpu()
         own = torch.from_numpy(self._own_entry[rows.numpy()])
         layer = self.training_layer.layers_[0]
-        p = layer.output(h.float().to(layer.adaptor.weight.device), own)[torch.arange(len(y)), y]
-        self._metrics["base"].append(float(2 + p.mean()))
-        for c, name in enumerate(("negative", "positive")):
-            if bool((y == c).any()):
-                self._metrics[f"sdm/{name}"].append(float(p[y == c].mean()))
+        with torch.autocast(h.device.type, enabled=False):  # this runs inside the LM's forward pass
+            p = layer.output(h.to(layer.adaptor.weight.device), own)[torch.arange(len(y)), y]
+        if int(rows[0]) >= 0:  # not the stand-in of a process with nothing left
+            self._metrics["base"] += (2 + p).tolist()
+            self._metrics["sdm/positive"] += p[y == 1].tolist()
+            self._metrics["sdm/negative"] += p[y == 0].tolist()
         self._metrics["time/sdm_score"].append(time.perf_counter() - start)
         return (2 + p).float().to(h.device)
 
@@ -282,56 +314,63 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
 
         One pass over the LM: the states of the counted tokens are kept until the bases are known.
         """
+        if eval_dataset is not None:
+            raise ValueError("SDMTrainer evaluates over the calibration set it was made with: leave eval_dataset out.")
         start = time.perf_counter()
-        positive = self.calibration_positive
-        encoded = [pair[0 if p else 1] for pair, p in zip(self._encoded_ca, positive, strict=True)]
+        labels = [int(positive) for positive in self.calibration_positive]
+        encoded = [pair[1 - label] for pair, label in zip(self._encoded_ca, labels, strict=True)]
         with self._phase("reading", "Evaluating: reading the calibration documents"):
-            h, counted = self._read(encoded, keep_states=True)
+            h, counted = self._read(encoded, keep_states=self._transform is not None)
         metrics: dict[str, float] = {}
         base = torch.full((len(encoded),), math.e)
         if self.args.loss == "sdm":
-            labels = [int(p) for p in positive]
             with self._phase("sdm_layer", "Evaluating: fitting the SDM layer"):
-                layer = self._fit(h, labels, [2, self.state.global_step])
-            own = torch.from_numpy(layer.support_index(range(len(labels))))
-            best = layer.layers_[0]
-            p = best.output(h.to(best.adaptor.weight.device), own)[torch.arange(len(labels)), torch.tensor(labels)]
-            base = (2 + p).float()
-            metrics = layer_metrics(layer)
-        assert counted is not None
-        metrics["loss"] = self._loss_of(counted, base)
+                estimator = fit_once(self.accelerator, self.args, [2, self.state.global_step], h, labels)
+                metrics = layer_metrics(estimator)
+                own = torch.from_numpy(estimator.support_index(range(len(labels))))
+                layer = estimator.layers_[0]
+                p = layer.output(h.to(layer.adaptor.weight.device), own)
+                base = (2 + p[torch.arange(len(labels)), torch.tensor(labels)]).float()
+        sums = self._loss_by_logits(encoded, base) if self._transform is None else self._loss_of(counted, base)
+        total, tokens = self.accelerator.gather(sums[None]).sum(dim=0).tolist()
+        metrics["loss"] = total / tokens
         metrics["runtime"] = time.perf_counter() - start
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(named)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
-    def _loss_of(self, counted: CountedStates, base: Tensor) -> float:
-        """The next-token loss over all processes' kept states."""
+    def _loss_of(self, counted: CountedStates, base: Tensor) -> Tensor:
+        """Sum and number of the token losses of this process's kept states."""
 
         def inside(lm: Any) -> Tensor:
             head = lm.get_output_embeddings()
-            device = head.weight.device
-            total = torch.zeros((), device=device)
+            total = torch.zeros((), device=head.weight.device)
             for part in torch.arange(len(counted.targets)).split(8192):
-                states = counted.states[part].to(device)[:, None, :]
-                targets = counted.targets[part].to(device)[:, None]
                 # One token a row: the label of a position stands one to its right.
-                pad = torch.full_like(targets, -100)
-                bases = base[counted.documents[part]].to(device)
-                if self._transform is None:
-                    logits = torch.nn.functional.pad(head(states), (0, 0, 0, 1))
-                    total += sdm_next_token_loss(logits, torch.cat([pad, targets], 1), bases, 1)
-                else:
-                    total += sdm_loss_from_hidden(
-                        states, head.weight, torch.cat([pad, targets], 1), bases, 1, head.bias, self._transform
-                    )
+                labels = torch.nn.functional.pad(counted.targets[part, None], (1, 0), value=IGNORED)
+                states, labels, bases = (
+                    t.to(total.device) for t in (counted.states[part, None], labels, base[counted.documents[part]])
+                )
+                total += sdm_loss_from_hidden(states, head.weight, labels, bases, 1, head.bias, self._transform)
             return torch.stack([total, total.new_tensor(float(len(counted.targets)))])
 
         with torch.no_grad():
-            sums = self.model(inside=inside)
-        total, tokens = self.accelerator.gather(sums[None]).sum(dim=0).tolist()
-        return float(total / tokens)
+            sums: Tensor = self.model(inside=inside)
+        return sums
+
+    def _loss_by_logits(self, encoded: Sequence[Encoded], base: Tensor) -> Tensor:
+        """The same by a second pass, for a model whose logits only the model itself can make."""
+
+        def inside(lm: Any, batch: dict[str, Tensor], numbers: Tensor) -> Tensor:
+            logits, _ = logits_and_states_of(lm, batch)
+            total = sdm_next_token_loss(logits, batch["labels"], base.to(numbers.device)[numbers], 1)
+            return torch.stack([total, (batch["labels"][:, 1:] != IGNORED).sum()])
+
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        pad, size = self.encoder.pad_id, self.args.tokens_per_batch
+        sums = over_documents(self.model, encoded, pad, size, inside, rank, world)
+        return torch.stack([torch.zeros(2, device=self.args.device), *sums]).sum(dim=0)
 
     # The final layer, saving, resuming
 
@@ -345,51 +384,102 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint:
             given = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
             path = _complete_checkpoint(Path(self.args.output_dir), given)
+        self._layer_epoch = -1
+        self.negatives.attempts.clear()
         if path is not None:
             self._load_state(Path(path))
         with self._phases:
             result = super().train(resume_from_checkpoint=path, **kwargs)
-            with self._phase("final_layer", "Fitting the final SDM layer"):
-                self.fit_final_layer()
+            self.fit_final_layer()
         return result
 
     def fit_final_layer(self) -> SDMEstimator:
         """The SDM layer for use, over D_ca with gamma_gen = gamma_diversity = 1."""
-        self.estimator = fit_final_layer(
-            self.model,
-            self.encoder,
-            self.calibration_rows,
-            self.args,
-            self.reward,
-            self.accelerator,
-            self.is_fsdp_enabled,
-        )
+        with self._phase("final_layer", "Fitting the final SDM layer"):
+            self.estimator = fit_final_layer(
+                self.model,
+                self.encoder,
+                self.calibration_rows,
+                self.args,
+                self.reward,
+                self.accelerator,
+                progress=False,
+            )
+        self.log({f"final_{name}": value for name, value in layer_metrics(self.estimator).items()} | self._times())
         return self.estimator
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model (or adapter) and tokenizer as usual, with `sdm/` beside; in a checkpoint, what resuming needs."""
-        output_dir = output_dir or self.args.output_dir
-        super().save_model(output_dir, _internal_call=True)
-        if self.args.should_save:
-            folder = Path(output_dir)
-            if _internal_call:
+        folder = Path(output_dir or self.args.output_dir)
+        if _internal_call:
+            super().save_model(str(folder), _internal_call=True)
+            if self.args.should_save:
                 self._save_state(folder)
-            elif self.estimator is not None:
-                save_final_layer(folder / SDM_FOLDER, self.estimator, self.model, self.encoder, self.args)
-            if not _internal_call:
-                (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; sdm/ holds the settings as JSON
-        if self.args.push_to_hub and not _internal_call:
+            return
+        if self.is_fsdp_enabled:
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        weights = self._weights()
+        try:
+            super().save_model(str(folder), _internal_call=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OSError(
+                f"Could not save the model to {folder}: {error}. The trained model is still in memory and its best "
+                f"checkpoint in {self.args.output_dir}: make room and call save_model again."
+            ) from error
+        if self.args.should_save:
+            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; sdm/ holds the settings as JSON
+            if self.estimator is not None:
+                save_final_layer(folder / SDM_FOLDER, self.estimator, weights, self.encoder, self.args)
+        if self.args.push_to_hub:
             self.push_to_hub(commit_message="SDM language model")
 
+    def _weights(self) -> dict[str, Tensor]:
+        """The LM's state dict, whole: under FSDP all processes must ask for it."""
+        if not self.is_fsdp_enabled:
+            return dict(inner_lm(self.model).state_dict())
+        full = self.accelerator.get_state_dict(self.model)
+        return {name.removeprefix("base_model.model."): tensor for name, tensor in full.items()}
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As usual. trainer_state.json is written last: where it is whole, so is the checkpoint."""
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # an older run's must not vouch for new files
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"Could not write {folder}: {error}. Earlier checkpoints are whole: make room and call "
+                "train(resume_from_checkpoint=True)."
+            ) from error
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # all processes' files are there before trainer_state.json is
+
     def _save_state(self, folder: Path) -> None:
-        # trainer_state.json is written after this and last of all: where it is whole, so is the checkpoint.
         if self.training_layer is not None:
             self.training_layer.save_pretrained(folder / LAYER)
-        state = {"epoch": self._layer_epoch, "negatives": self.negatives.state_dict()}
+        state = {
+            "epoch": self._layer_epoch,
+            "rows": len(self.rows),
+            "calibration_positive": self.calibration_positive,
+            "negatives": self.negatives.state_dict(),
+        }
         write_text_atomically(folder / STATE, json.dumps(state, ensure_ascii=False))
 
     def _load_state(self, folder: Path) -> None:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        for name, now, then in (
+            ("train", len(self.rows), state["rows"]),
+            ("calibration", len(self.calibration_rows), len(state["calibration_positive"])),
+        ):
+            if now != then:
+                raise ValueError(f"{folder} was written with {then} {name} rows, not {now}: resume with the same rows.")
+        self.calibration_positive = state["calibration_positive"]
         self.negatives.load_state_dict(state["negatives"])
         self._layer_epoch = int(state["epoch"])
         if self._layer_epoch < 0:
@@ -401,28 +491,10 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
 
     # Helpers
 
-    def _read(self, encoded: Sequence[Encoded], keep_states: bool = False) -> tuple[Tensor, CountedStates | None]:
-        return read_documents(
-            self.model,
-            encoded,
-            self.encoder.pad_id,
-            self.args.tokens_per_batch,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-            keep_states,
-        )
-
-    def _fit(self, h: Tensor, labels: Sequence[int], seeds: list[int]) -> SDMEstimator:
-        """An SDM layer, fitted by the first process and sent to the others."""
-        seed = int(np.random.default_rng([self.args.seed, *seeds]).integers(2**31))
-        parameters = self.args.estimator_parameters()
-        found: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            estimator = SDMEstimator(**parameters, seed=seed, device=self.args.device, progress=False)
-            found = [estimator.fit(h, labels)]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        return found[0]  # type: ignore[no-any-return]
+    def _read(self, encoded: Sequence[Encoded], keep_states: bool = False) -> tuple[Tensor, CountedStates]:
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        pad, size = self.encoder.pad_id, self.args.tokens_per_batch
+        return read_documents(self.model, encoded, pad, size, rank, world, keep_states)
 
     @contextmanager
     def _phase(self, name: str, description: str) -> Iterator[None]:
@@ -432,31 +504,22 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         self._metrics[f"time/{name}"].append(time.perf_counter() - start)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the means of what the steps noted since the last log; times are summed."""
+        """Add what the steps noted since the last log: means over the documents of all processes, and `time/*`, the
+        seconds of the first process."""
         if "loss" in logs:
-            for name, values in self._metrics.items():
-                logs[name] = float(np.sum(values) if name.startswith("time/") else np.mean(values))
+            sums = {k: (sum(v), len(v)) for k, v in self._metrics.items() if not k.startswith("time/")}
+            parts = gather_object([sums]) if self.accelerator.num_processes > 1 else [sums]
+            for name in sorted({name for part in parts for name in part}):
+                total, n = np.sum([part[name] for part in parts if name in part], axis=0)
+                if n:
+                    logs[name] = float(total / n)
+            logs |= self._times()
             self._metrics.clear()
         super().log(logs, *args, **kwargs)
 
-
-def layer_metrics(estimator: SDMEstimator) -> dict[str, float]:
-    """The calibration summary of an SDM layer: the columns of the paper's last table."""
-    layer, region = estimator.layers_[0], estimator.region_
-    ca = layer.calibration
-    out = {"sdm_loss": estimator.loss_, "q_min": region.q_min}
-    right = (ca.predictions == ca.labels).double()
-    losses = sdm_losses(ca.z, ca.q, ca.d, ca.labels)
-    for c, psi in enumerate(region.psi):
-        own = ca.labels == c
-        out |= {
-            f"psi_{c}": psi,
-            f"mean_q_{c}": float(ca.q[own].double().mean()),
-            f"sdm_loss_{c}": float(losses[own].mean()),
-            f"sdm_accuracy_{c}": float(right[own].mean()),
-        }
-    out["admitted"] = float(region.contains(ca.q_prime, ca.p, ca.predictions).double().mean())
-    return out
+    def _times(self) -> dict[str, float]:
+        names = [name for name in self._metrics if name.startswith("time/")]
+        return {name: float(sum(self._metrics.pop(name))) for name in names}
 
 
 class _RowNumbers(Dataset[int]):
@@ -470,19 +533,32 @@ class _RowNumbers(Dataset[int]):
         return i
 
 
+def _row_numbers(numbers: list[int]) -> dict[str, Tensor]:
+    return {"rows": torch.tensor(numbers)}
+
+
 class _EpochOrder(Sampler[int]):
-    """A fresh order each epoch, drawn from (seed, epoch): the same however often an epoch is begun."""
+    """A fresh order each epoch, drawn from (seed, epoch): the same however often an epoch is begun.
+
+    With several processes it ends with -1, nobody's row, so that the last step has a batch for each of them:
+    Accelerate would fill it up with rows from the epoch's start, which one process would not see twice.
+    """
 
     def __init__(self, trainer: SDMTrainer) -> None:
         self.trainer = trainer
 
     def __len__(self) -> int:
-        return len(self.trainer.rows)
+        n, args = len(self.trainer.rows), self.trainer.args
+        if args.world_size == 1 or args.dataloader_drop_last:
+            return n
+        step: int = self.trainer._train_batch_size * args.world_size
+        return -(-n // step) * step
 
     def __iter__(self) -> Iterator[int]:
-        seed = self.trainer.args.data_seed if self.trainer.args.data_seed is not None else self.trainer.args.seed
-        epoch = max(0, self.trainer._layer_epoch)
-        return iter(np.random.default_rng([seed, 3, epoch]).permutation(len(self)).tolist())
+        args, n = self.trainer.args, len(self.trainer.rows)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        order = np.random.default_rng([seed, 3, max(0, self.trainer._layer_epoch)]).permutation(n).tolist()
+        return iter(order + [-1] * (len(self) - n))
 
 
 class _Schedule(TrainerCallback):  # type: ignore[misc]
@@ -502,14 +578,15 @@ class _Schedule(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         steps = self._steps(args)
         if str(args.eval_strategy.value) == "epoch" and steps > 1 and state.global_step % steps == steps // 2:
-            control.should_evaluate = control.should_save = True
+            control.should_evaluate = True
+            control.should_save = control.should_save or str(args.save_strategy.value) == "epoch"
         return control
 
 
-def _checked(rows: Any, name: str) -> list[dict[str, Any]]:
+def _checked(rows: Any, name: str, tags: VerificationTags) -> list[dict[str, Any]]:
     plain = [dict(row) for row in rows]
     try:
-        check_rows(plain)
+        check_rows(plain, tags)
     except ValueError as error:
         raise ValueError(f"The {name} rows cannot be used. {error}") from error
     return plain
@@ -526,21 +603,12 @@ def _encode_static(encoder: Encoder, rows: Rows, name: str) -> list[tuple[Encode
     ]
 
 
-def _check_halves(positive: Sequence[bool], name: str) -> None:
-    for kind, count in (("positive", sum(positive)), ("negative", len(positive) - sum(positive))):
-        if count < 2:
-            raise ValueError(
-                f"The {name} rows are too few for two halves of an SDM layer: {len(positive)} rows gave {count} {kind} "
-                "documents, and each half needs both kinds. Give more rows; hundreds are a start."
-            )
-
-
 def _complete_checkpoint(output: Path, given: str | Path | None) -> str | None:
     """The checkpoint to resume from: the one given, or the newest that was written to its end."""
 
     def complete(folder: Path) -> bool:
         try:
-            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
             return (folder / STATE).is_file()
         except (OSError, ValueError):
             return False
@@ -551,6 +619,6 @@ def _complete_checkpoint(output: Path, given: str | Path | None) -> str | None:
                 f"{given} is not a complete checkpoint of SDMTrainer: name another, or True for the newest."
             )
         return str(given)
-    found = [p for p in output.glob("checkpoint-*") if complete(p)]
-    newest = max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    found = [(int(p.name[11:]), p) for p in output.glob("checkpoint-*") if p.name[11:].isdigit() and complete(p)]
+    newest = max(found, default=(0, None))[1]
     return None if newest is None else str(newest)

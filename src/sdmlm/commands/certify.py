@@ -9,7 +9,8 @@ from sdmlm.commands import common
 
 EXAMPLES = """\
   sdmlm certify runs/estimator fresh.npz
-  sdmlm certify runs/estimator fresh.npz --delta 0.01 --classes 1"""
+  sdmlm certify runs/estimator fresh.npz --delta 0.01 --classes 1 --output certificate.json
+  sdmlm score runs/estimator new.npz --certificate certificate.json"""
 
 
 def add(subparsers: Any) -> None:
@@ -20,6 +21,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help="labelled points that played no part in fitting")
     parser.add_argument("--delta", type=float, default=0.05, metavar="P", help="chance of a wrong certificate (0.05)")
     parser.add_argument("--classes", metavar="C,...", help="predicted classes to cover, by name (all)")
+    parser.add_argument("--output", metavar="FILE.json", help="save the certificate, for score --certificate")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
     parser.set_defaults(run=run)
 
@@ -29,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from sdmlm.certify import certificate_rows
     from sdmlm.embedding_files import read_embeddings
 
+    common.check_output_file(args.output, ".json")
     estimator, names = common.load_estimator(args.estimator)
     data = read_embeddings(args.embeddings, names)
     y = common.labels_of(data, args.embeddings)
@@ -37,6 +40,8 @@ def run(args: argparse.Namespace) -> None:
     if shared:  # numbers say nothing: every file may count from 0
         common.warn(f"{args.embeddings} shares {shared} ids with the fitted points; a certificate needs fresh ones.")
     certificate = estimator.certify(data.X, y, args.delta, _classes(args.classes, names))
+    if args.output:
+        certificate.save(args.output)
     tests = certificate_rows(certificate)
     for test in tests:
         test["predicted_class"] = names[test["predicted_class"]]

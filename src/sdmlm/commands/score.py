@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP + "; labels are optional")
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
+    parser.add_argument("--certificate", metavar="FILE.json", help="accept by the certified region of sdmlm certify")
     parser.add_argument("--output", metavar="FILE", help="write one line per row: .jsonl or .csv")
     parser.add_argument("--report", metavar="FILE.html", help="write an HTML report on these rows")
     parser.add_argument("--json", action="store_true", help="print summary and rows as JSON")
@@ -47,6 +49,8 @@ def run(args: argparse.Namespace) -> None:
     if data.y is not None:
         common.labels_of(data, args.embeddings)
     scores = common.score_rows(estimator, data.X)
+    if args.certificate is not None:
+        scores = _certified(scores, estimator, args.certificate)
     rows = decision_rows(estimator, data, scores, names)
     if args.output:
         write = _csv if args.output.endswith(".csv") else _jsonl
@@ -61,6 +65,19 @@ def run(args: argparse.Namespace) -> None:
         common.print_json({**facts, "output": args.output, "report": args.report, "rows": rows})
     else:
         _show(args, estimator, data, scores, names, facts)
+
+
+def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> Scores:
+    """The scores with the certified region in place of the estimated one."""
+    from sdmlm.certify import Certificate
+
+    certificate = Certificate.load(path)
+    if certificate.alpha != estimator.alpha_:
+        raise ValueError(f"{path} is for alpha {certificate.alpha:g}: give --alpha {certificate.alpha:g} with it.")
+    if certificate.region is None:
+        common.warn(f"{path} certifies nothing, so nothing is accepted.")
+    inside = certificate.accepts(scores)
+    return dataclasses.replace(scores, accepted=inside, accepted_lower=scores.accepted_lower & inside)
 
 
 def decision_rows(estimator: SDMEstimator, data: Embeddings, scores: Scores, names: list[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,273 @@
+"""`sdmlm calibrate`: the final SDM layer over a language model that is there already, fine-tuned or not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdmlm import recipe
+from sdmlm.commands import common
+
+if TYPE_CHECKING:
+    from sdmlm.config import SDMConfig
+    from sdmlm.estimator import SDMEstimator
+
+EXAMPLES = """\
+  sdmlm calibrate runs/copy --data calibration.jsonl --force
+  sdmlm calibrate microsoft/Phi-3.5-mini-instruct --data calibration.jsonl --output runs/phi --alpha 0.9
+  sdmlm calibrate models/base --data org/preferences:validation --reward rewards:check --json"""
+
+FIELDS = (
+    "gamma_plus", "max_new_tokens", "max_length", "truncate_prompt", "verification_tags", "tokens_per_batch", "alpha",
+    "exemplar_dim", "sdm_epochs", "sdm_batch_size", "sdm_learning_rate", "sdm_rounds", "sdm_center",
+)  # fmt: skip
+ROWS_HELP = "rows of prompt, chosen, rejected: .jsonl, .json, .parquet, or a data set of the Hub (org/name:split)"
+REWARD_HELP = "r, as module:function (default: the completion equals chosen)"
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "fit the final SDM layer over a language model, fine-tuned or not"
+    parser = common.add_command(subparsers, "calibrate", help, EXAMPLES)
+    parser.usage = "sdmlm calibrate DIR --data ROWS [--output DIR2] [options]"
+    parser.add_argument("model", metavar="DIR", help="model folder, or a name on the Hub together with --output")
+    parser.add_argument("--data", required=True, metavar="ROWS", help=ROWS_HELP)
+    parser.add_argument("--output", metavar="DIR2", help="new folder for model and sdm/ (default: write DIR/sdm)")
+    parser.add_argument("--force", action="store_true", help="replace the SDM layer already in DIR/sdm")
+    parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    recipe.add_fields(parser, "the SDM layer and its documents", FIELDS)
+    parser.add_argument(
+        "--seed", default=argparse.SUPPRESS, metavar="N", help="the same seed gives the same layer (42)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Fit, save, summarise."""
+    with one_voice():
+        _calibrate(args)
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    require_transformers()
+    from sdmlm.config import SDMConfig
+    from sdmlm.encoding import Encoder
+    from sdmlm.final_layer import SDM_FOLDER, completion_room, fit_final_layer, position_limit, save_final_layer
+    from sdmlm.forward import inner_lm
+    from sdmlm.preference_files import read_preferences
+    from sdmlm.rewards import load_reward
+
+    given = recipe.typed({k: v for k, v in vars(args).items() if k in (*FIELDS, "seed")}, recipe.field_types())
+    config = SDMConfig(**{"output_dir": None, "report_to": "none", **_as_before(args.model), **given})
+    target = _target(args)
+    data = read_preferences(args.data, config.tags())
+    reward = load_reward(args.reward)
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, "auto").to(config.device)
+    encoder = Encoder(tokenizer, config.tags(), position_limit(model, config.max_length), config.truncate_prompt)
+    check_lengths(encoder, data.rows, data.source)
+    config.max_new_tokens = config.max_new_tokens or completion_room(encoder, data.rows)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
+        estimator = fit_final_layer(model, encoder, data.rows, config, reward)
+    if not is_main():
+        return
+    weights = inner_lm(model).state_dict()
+    if args.output is None:
+        save_final_layer(target / SDM_FOLDER, estimator, weights, encoder, config)
+    else:
+        with whole_folder(target) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config)
+    source = {"source": data.source, "sha256": data.sha256, "rows": len(data)}
+    facts = {"output": str(target), "model": args.model, "data": source, **layer_facts(estimator, config)}
+    if args.json:
+        common.print_json(facts)
+        return
+    out = common.console(args)
+    show_layer(out, facts)
+    out.print(f"Written: {target / SDM_FOLDER}.", markup=False)
+    show_next(out, str(target), facts)
+
+
+def _as_before(model: str) -> dict[str, Any]:
+    """How documents were put to this model when its SDM layer was fitted: a new layer must see them likewise."""
+    try:
+        facts = json.loads((Path(model) / "sdm" / "lm.json").read_text(encoding="utf-8"))
+        return {"verification_tags": facts["tags"], **{name: facts[name] for name in ("max_length", "truncate_prompt")}}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _target(args: argparse.Namespace) -> Path:
+    """The folder that `sdm/` goes into, refused if that would replace something."""
+    if args.output is not None:
+        folder = Path(args.output)
+        if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+            raise ValueError(f"{args.output} is not empty: name a new folder (or leave --output out to write DIR/sdm).")
+        common.check_output_file(str(folder / "x"))
+        return folder
+    if not Path(args.model).is_dir():
+        raise ValueError(f"{args.model} is not a folder here: give --output, a new folder for the model with its sdm/.")
+    common.check_output_folder(str(Path(args.model) / "sdm"), args.force)
+    return Path(args.model)
+
+
+# What `sdmlm train` needs too
+
+
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """Under `accelerate launch` only the first process says what went wrong; warnings of ours come as one sentence."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+        if category is not UserWarning or not Path(filename).is_relative_to(Path(__file__).parents[1]):
+            plain(message, category, filename, *rest)
+        elif is_main():
+            common.warn(str(message))
+
+    with warnings.catch_warnings():
+        plain, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if is_main():
+                raise
+            raise SystemExit(2) from error
+
+
+def is_main() -> bool:
+    """Whether this is the first process of the run; torchrun and `accelerate launch` set RANK."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def require_transformers() -> None:
+    """Refuse to go on without the libraries of the extra `lm`."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("transformers", "datasets", "accelerate", "peft") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f'{missing[0]} is not installed: pip install "sdmlm[lm]".')
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # "Loading weights" would stand among our own lines
+
+
+def _check_model_folder(model: str) -> None:
+    folder = Path(model)
+    if not folder.exists():
+        if model.count("/") > 1 or model.startswith((".", "~", "/")) or "/" not in model:
+            raise ValueError(f"The model {model} does not exist: name a folder, or a model of the Hub as org/name.")
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{model} is a file: name the folder of a model.")
+    names = {p.name for p in folder.iterdir()}
+    if not names & {"config.json", "adapter_config.json"}:
+        raise ValueError(f"{model} holds no config.json: it is not a model folder.")
+    if not any(n.endswith((".safetensors", ".bin")) for n in names - {"training_args.bin"}):
+        raise ValueError(f"{model} holds no weights (.safetensors or .bin).")
+    if not any(n.startswith(("tokenizer", "vocab.")) or n.endswith(".model") for n in names):
+        raise ValueError(f"{model} holds no tokenizer: save the model's tokenizer into it.")
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model folder, which must hold weights too, or of a model on the Hub."""
+    from transformers import AutoTokenizer
+
+    _check_model_folder(model)
+    return loaded(AutoTokenizer, model, "tokenizer")
+
+
+def load_model(model: str, dtype: Any) -> Any:
+    """The causal LM of a folder or of the Hub."""
+    from transformers import AutoModelForCausalLM
+
+    return loaded(AutoModelForCausalLM, model, "model", dtype=dtype)
+
+
+def loaded(kind: Any, model: str, what: str, **options: Any) -> Any:
+    from safetensors import SafetensorError
+
+    try:
+        return kind.from_pretrained(model, **options)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        raise ValueError(f"The {what} of {model} could not be loaded: {reason}.") from error
+
+
+def check_lengths(encoder: Any, rows: list[dict[str, Any]], source: str) -> None:
+    """Refuse a row that is too long by its number in its source, before any weights are touched."""
+    for i, row in enumerate(rows):
+        for column, verified in (("chosen", True), ("rejected", False)):
+            encoder.encode(row["prompt"], row[column], verified, row=f"{i} of {source}")
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder that appears with all its contents or not at all."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, target)  # over an empty folder too
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def layer_facts(estimator: SDMEstimator, config: SDMConfig) -> dict[str, Any]:
+    """What `sdmlm fit` says of an estimator, with the mean q of each class, which is named by its verdict."""
+    from sdmlm.commands import fit
+
+    tags = config.tags()
+    facts = fit.summary(estimator, [tags.no, tags.yes])
+    ca = estimator.layers_[0].calibration
+    for c, row in enumerate(facts["calibration"]["classes"].values()):
+        row["mean_q"] = float(ca.q[ca.labels == c].double().mean())
+    return facts
+
+
+def show_layer(out: Any, facts: dict[str, Any]) -> None:
+    """The final SDM layer in a table and two sentences."""
+    from rich.text import Text
+
+    ca = facts["calibration"]
+    columns = ("verified", "points", "mean q", "accuracy", "psi", "accepted", "accuracy accepted")
+    table = common.rich_table("The final SDM layer over its calibration half", columns, left=["verified"])
+    for name, row in ca["classes"].items():
+        accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
+        numbers = f"{row['mean_q']:.1f}", f"{row['accuracy']:.1%}", _number(row["psi"])
+        accepted = common.percent(row["accepted"], row["points"])
+        table.add_row(Text(name), str(row["points"]), *numbers, accepted, accuracy)
+    out.print(table)
+    share = common.percent(ca["accepted"], ca["points"])
+    out.print(f"alpha {facts['alpha']:g}: q'min {_number(facts['q_min'])}, balanced loss {facts['loss']:.4f}")
+    out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else common.number(value)  # None where it comes from JSON, which has no infinity
+
+
+def show_next(out: Any, folder: str, facts: dict[str, Any]) -> None:
+    """What a person may do with an SDM LM."""
+    out.print(
+        f'Next: AutoModelForCausalLM.from_pretrained("{folder}") opens the model, '
+        f'SDMEstimator.from_pretrained("{folder}/sdm") its SDM layer.',
+        markup=False,
+        soft_wrap=True,
+    )
+    if not facts["calibration"]["accepted"]:
+        common.warn(
+            "nothing will be accepted at this alpha: try more calibration rows, longer training, or a lower --alpha "
+            f"with sdmlm calibrate {folder} --force."
+        )

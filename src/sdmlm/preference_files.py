@@ -1,0 +1,150 @@
+"""Rows of prompt, chosen and rejected, from files or from the Hugging Face Hub (TRL's preference format).
+
+A source is a .jsonl, .json (a list of objects) or .parquet file, or the name of a data set on the Hub: `org/name`, or
+`org/name:split` for another split than train. Columns beyond the three travel along to the reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdmlm.encoding import COLUMNS, VerificationTags, check_rows
+
+Row = dict[str, Any]
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>.+))?")
+
+
+@dataclass(frozen=True)
+class PreferenceRows:
+    """The rows of a source, with the SHA-256 of the file (for a data set of the Hub: of its rows as JSON lines)."""
+
+    source: str
+    rows: list[Row]
+    sha256: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def read_preferences(source: str, tags: VerificationTags | None = None) -> PreferenceRows:
+    """Read and check the rows of a source; what is wrong with them is said in a ValueError that names the source."""
+    path = Path(source)
+    if path.is_dir():
+        raise ValueError(f"{source} is a folder: name a .jsonl, .json or .parquet file of rows.")
+    if path.exists():
+        if path.suffix not in _READERS:
+            raise ValueError(f"{source} is of an unknown kind: rows are read from .jsonl, .json or .parquet files.")
+        content = path.read_bytes()
+        rows, sha256 = _READERS[path.suffix](source, content), hashlib.sha256(content).hexdigest()
+    elif path.suffix in _READERS or not (found := _HUB_NAME.fullmatch(source)):
+        raise ValueError(
+            f"{source} does not exist: name a .jsonl, .json or .parquet file, or a data set of the Hub as org/name."
+        )
+    else:
+        rows = _read_hub(source, found["name"], found["split"] or "train")
+        sha256 = _digest(rows)
+    if not rows:
+        raise ValueError(f"{source} is empty: it holds no rows.")
+    _fill_extra_columns(rows)
+    try:
+        check_rows(rows, tags)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error} (Rows count from 0.)") from error
+    return PreferenceRows(source, rows, sha256)
+
+
+def _fill_extra_columns(rows: list[Row]) -> None:
+    """A reward is given every column as a list, so a row without one of them has None there, as in a data set."""
+    extra = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+    for row in rows:
+        for name in extra:
+            row.setdefault(name, None)
+
+
+def _text(source: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")  # some editors put a byte order mark at the start
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
+
+
+def _read_jsonl(source: str, content: bytes) -> list[Row]:
+    rows = []
+    for number, line in enumerate(_text(source, content).split("\n"), start=1):
+        if line.strip():
+            rows.append(_object(line, f"{source}, line {number}"))
+    return rows
+
+
+def _object(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')}).") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with prompt, chosen and rejected, found {type(row).__name__}.")
+    _check_spelling(row, where)
+    return row
+
+
+def _check_spelling(row: Row, where: str) -> None:
+    """JSON can write half of a surrogate pair, which is no text that a tokenizer could read."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is not text: remove it.") from error
+
+
+def _read_json(source: str, content: bytes) -> list[Row]:
+    try:
+        rows = json.loads(_text(source, content) or "[]")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}, line {error.lineno}: not JSON ({error.msg}).") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{source} must hold one list of objects with prompt, chosen and rejected.")
+    for number, row in enumerate(rows):
+        _check_spelling(row, f"{source}, row {number}")
+    return rows
+
+
+def _read_parquet(source: str, content: bytes) -> list[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError('Reading .parquet needs pyarrow: pip install "sdmlm[parquet]".') from error
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source} is not a readable .parquet file: {error}.") from error
+    return rows
+
+
+_READERS: dict[str, Callable[[str, bytes], list[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_hub(source: str, name: str, split: str) -> list[Row]:
+    import datasets
+
+    try:
+        return [dict(row) for row in datasets.load_dataset(name, split=split)]
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"{source} is no file here, and the Hub gave no such rows: {reason}.") from error
+
+
+def _digest(rows: list[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=True, default=str).encode() + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,157 @@
+"""The documentation is true: its code runs, its links lead somewhere, and its file tree is that of the repository."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sdmlm.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES_WITH_CODE = [page for page in PAGES if re.search(r"^```(python|sh)$", page.read_text(encoding="utf-8"), re.M)]
+LATER = {"docs/results.md"}  # written once there are results
+NEEDS_NETWORK = "# needs a network"
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the line its text begins on (from 1), and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def fenced(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], text.count("\n", 0, found.start(2)) + 1, found[2])
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    ]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks and code spans."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices this small are multiplied fastest by one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore")
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of Python share a namespace, those of `sdmlm` commands the working directory, in the order of the page."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in fenced(page):
+        where = f"{name_of(page)}, line {block.line}"
+        if block.language == "python":
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            if not block.text.startswith(NEEDS_NETWORK):
+                print(f"--- {where}")
+                exec(code, names)
+        elif block.language == "sh":
+            for command in block.text.replace("\\\n", " ").splitlines():
+                program, *arguments = shlex.split(command, comments=True) or [""]
+                assert program in ("", "sdmlm"), f"{where}: use a console block for what cannot run here"
+                if program:
+                    print(f"--- {where}: {command}")
+                    assert main(arguments) == 0, f"{where}: {command}"
+
+
+def test_fences_are_known() -> None:
+    for page in PAGES:
+        for block in fenced(page):
+            assert block.language in ("python", "sh", "console", "text", "json", "math"), f"{name_of(page)}: {block}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        if linked.is_relative_to(ROOT) and name_of(linked) in LATER:
+            continue
+        assert linked.exists(), f"{name_of(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{name_of(page)} links to {target}, which has no such heading"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", prose(ROOT / "README.md"))
+    for page in (ROOT / "docs").glob("*.md"):
+        assert name_of(page) in links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_paths_of_one_machine(page: Path) -> None:
+    found = re.findall(r"(?<![\w.])/(?:work|tmp|home|root|usr|mnt)\b\S*", page.read_text(encoding="utf-8"))
+    assert not found
+
+
+def tree() -> list[str]:
+    """The paths that the README's file tree names, folders with a slash at the end."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^## Files\n.*?^```text\n(.*?)^```$", text, re.M | re.S)
+    assert found, "README.md has no file tree"
+    paths, folders = [], [""]
+    for line in found[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        paths.append(folders[depth] + name)
+        if name.endswith("/"):
+            folders[depth + 1 :] = [folders[depth] + name]
+    return paths
+
+
+def test_file_tree_names_what_exists() -> None:
+    for path in tree():
+        assert path in LATER or (ROOT / path).exists(), f"README.md names {path}"
+        assert path.endswith("/") == (ROOT / path).is_dir(), path
+
+
+def test_file_tree_names_every_module() -> None:
+    modules = {name_of(p) for p in (ROOT / "src" / "sdmlm").rglob("*.py") if p.name != "__init__.py"}
+    pages = {name_of(p) for p in (ROOT / "docs").glob("*.md")}
+    missing = (modules | pages) - set(tree())
+    assert not missing, f"add to the file tree of README.md: {sorted(missing)}"
+
+
+def test_every_option_of_ours_is_documented() -> None:
+    pytest.importorskip("transformers")
+    from transformers import TrainingArguments
+
+    from sdmlm import SDMConfig
+
+    guide = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    ours = set(SDMConfig.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
+    missing = {name for name in ours if f"| `{name}` |" not in guide}
+    assert not missing, f"add to the table of docs/fine-tuning.md: {sorted(missing)}"

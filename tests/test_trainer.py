@@ -1,0 +1,679 @@
+"""SDM fine-tuning on tiny LMs: what is learned, what each step and evaluation computes, what is logged, saved, refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny_lm import copy_rows, tiny_config, tiny_lm, tiny_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers.trainer_callback import TrainerState
+
+from sdmlm import trainer as trainer_module
+from sdmlm.encoding import IGNORED, Encoder, collate
+from sdmlm.estimator import SDMEstimator
+from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once
+from sdmlm.forward import has_dropout
+from sdmlm.loss import sdm_next_token_loss
+from sdmlm.negatives import generate
+from sdmlm.trainer import SDMTrainer
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('</s>' if m['role'] == 'assistant' else '\n') }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def make(folder: Path, rows: int = 32, model: Any = None, **changes: Any) -> SDMTrainer:
+    given = {k: changes.pop(k) for k in ("reward_funcs", "peft_config", "callbacks") if k in changes}
+    config = tiny_config(folder, **changes)
+    return SDMTrainer(model or tiny_lm(), config, copy_rows(rows, 0), copy_rows(24, 1), tiny_tokenizer(), **given)
+
+
+def logged(trainer: SDMTrainer, metric: str) -> list[float]:
+    return [log[metric] for log in trainer.state.log_history if metric in log]
+
+
+def counting_decoder(model: Any) -> list[int]:
+    """Grows by the number of sequences of every pass over the LM's layers."""
+    calls: list[int] = []
+    model.get_decoder().register_forward_hook(
+        lambda m, args, kwargs, out: calls.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    return calls
+
+
+def moved_on(trainer: SDMTrainer) -> SDMTrainer:
+    """A trainer in the middle of its first epoch: its layer is fitted and the LM has changed since."""
+    trainer.begin_epoch(0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    return trainer
+
+
+def batch_of(trainer: SDMTrainer, numbers: list[int]) -> dict[str, Tensor]:
+    batches, _ = trainer.get_batch_samples(iter([{"rows": torch.tensor(numbers)}]), 1, torch.device("cpu"))
+    return dict(batches[0])
+
+
+# What is learned
+
+
+@pytest.mark.parametrize("hard_negatives", [True, False], ids=["hard negatives", "static"])
+@pytest.mark.parametrize("loss", ["sdm", "ce"])
+def test_a_tiny_lm_learns_to_copy(tmp_path: Path, loss: str, hard_negatives: bool) -> None:
+    rows, held_out = copy_rows(256, 0), copy_rows(64, 1)
+    config = tiny_config(
+        tmp_path / "run",
+        num_train_epochs=6,
+        learning_rate=1e-2,
+        loss=loss,
+        hard_negatives=hard_negatives,
+        logging_steps=8,
+    )
+    trainer = SDMTrainer(tiny_lm(), config, rows, held_out, tiny_tokenizer())
+    trainer.train()
+    losses, evaluations = logged(trainer, "loss"), logged(trainer, "eval_loss")
+    assert losses[-1] < 0.1 * losses[0]
+    share = logged(trainer, "hard_negatives")
+    assert share[:2] == [0.0, 0.0]
+    assert (max(share[2:]) > 0.05) == hard_negatives
+
+    # The best of two evaluations an epoch is what train() ends with.
+    assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == list(range(8, 97, 8))
+    best = Path(str(trainer.state.best_model_checkpoint))
+    assert trainer.state.best_metric == min(evaluations)
+    assert best.name == f"checkpoint-{8 * (1 + evaluations.index(min(evaluations)))}"
+    weights = load_file(best / "model.safetensors")
+    assert all(torch.equal(weights[name], p) for name, p in trainer.model.named_parameters() if name in weights)
+
+    folder = tmp_path / "saved"
+    trainer.save_model(str(folder))
+    assert not [p for p in folder.rglob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    encoder = Encoder(tokenizer)
+    generated = generate(model, encoder, [row["prompt"] for row in held_out], 24)
+    bodies = [encoder.read(ids)[0] for ids in generated]
+    assert sum(b == row["chosen"] for b, row in zip(bodies, held_out, strict=True)) > 48
+    assert all(encoder.read(ids)[1] is not None for ids in generated)  # each says Yes or No
+    facts = json.loads((folder / "sdm" / "lm.json").read_text())
+    assert facts["fingerprint"] == fingerprint(model.state_dict())
+    assert facts["training"]["loss"] == loss
+    reopened = SDMEstimator.from_pretrained(folder / "sdm")
+    assert trainer.estimator is not None
+    x = np.random.default_rng(0).normal(size=(5, 64))
+    assert np.array_equal(reopened.score(x).p, trainer.estimator.score(x).p)
+    assert "final_admitted" in trainer.state.log_history[-1]
+
+
+def test_the_final_layer_stands_alone(tmp_path: Path) -> None:
+    """The entry point for a model that was not fine-tuned gives what the trainer's last act gives."""
+    trainer = make(tmp_path)
+    ours = trainer.fit_final_layer()
+    encoder = Encoder(tiny_tokenizer(), max_length=64)
+    theirs = fit_final_layer(tiny_lm(), encoder, copy_rows(24, 1), trainer.args, progress=False)
+    x = np.random.default_rng(0).normal(size=(5, 64))
+    assert np.array_equal(ours.score(x).p, theirs.score(x).p)
+    assert ours.documents_ == theirs.documents_
+    assert len(ours.documents_) == 24
+    assert all(text.endswith("<verified>") for text in ours.documents_.values())
+    with pytest.raises(ValueError, match="too few for two halves"):
+        fit_final_layer(tiny_lm(), encoder, copy_rows(3, 1), trainer.args, progress=False)
+
+
+# What a step computes
+
+
+def bases_by_hand(trainer: SDMTrainer, numbers: list[int], exclude: bool) -> list[float]:
+    """2 + SDM(z')_y of documents, from the LM's states and the fitted layer's tensors, by the formulas of the spec."""
+    assert trainer.training_layer is not None
+    layer = trainer.training_layer.layers_[0]
+    a, support = layer.adaptor, layer.support.state()
+    calibration = layer.calibration
+    bases = []
+    for number in numbers:
+        document = trainer._encoded_documents[number]
+        ids = torch.tensor([document.input_ids[: document.verified_at + 1]])
+        with torch.no_grad():
+            states = trainer.model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+        h = torch.cat([states[-1], states.mean(dim=0)]).double()
+        x = (h - a.mean.double()) / a.std.double()
+        exemplar = a.weight.double() @ x + a.bias.double()
+        z = a.out_weight.double() @ exemplar + a.out_bias.double()
+        predicted = int(z.argmax())
+        entries = [
+            (float((vector.double() - exemplar).norm()), int(y), int(y_hat))
+            for vector, y, y_hat, name in zip(
+                support["vectors"], support["labels"], support["predictions"], layer.support_ids, strict=True
+            )
+            if not (exclude and name == number)
+        ]
+        entries.sort()
+        q = next((n for n, (_, y, y_hat) in enumerate(entries) if not y == y_hat == predicted), len(entries))
+        inside = exclude and number in layer.support_ids
+        d = 1.0
+        for c in (0, 1):
+            stored = (
+                layer.train_cdf.values[c]
+                if inside
+                else calibration.d_nearest[(calibration.labels == c) & (calibration.q > 0)].numpy()
+            )
+            below = float(np.mean(np.asarray(stored) < entries[0][0])) if len(stored) else 1.0
+            d = min(d, 1 - below)
+        p = torch.softmax(z * d * math.log(2 + q), dim=0)
+        bases.append(2 + float(p[int(trainer._documents[number].positive)]))
+    return bases
+
+
+def test_the_loss_of_a_batch_is_that_of_the_spec(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path, rows=64, sdm_epochs=30))
+    assert trainer.training_layer is not None
+    numbers = list(range(40))
+    batch = batch_of(trainer, numbers)
+    bases = bases_by_hand(trainer, numbers, exclude=True)
+    assert all(2 <= b <= 3 for b in bases)
+    assert max(bases) - min(bases) > 0.05
+    with torch.no_grad():
+        ours = trainer.compute_loss(trainer.model, batch)
+        logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert float(ours) == pytest.approx(
+        float(sdm_next_token_loss(logits, batch["labels"], torch.tensor(bases))), rel=1e-5
+    )
+    assert trainer._metrics["base"] == pytest.approx(bases, abs=1e-4)
+    # A document whose prompt is in the support half ignores that entry, and it matters; the others have none to ignore.
+    blind = bases_by_hand(trainer, numbers, exclude=False)
+    inside = [n in trainer.training_layer.layers_[0].support_ids for n in numbers]
+    differ = [abs(a - b) > 1e-3 for a, b in zip(bases, blind, strict=True)]
+    assert any(differ)
+    assert all(i for i, d in zip(inside, differ, strict=True) if d)
+
+
+def test_ce_is_cross_entropy_over_the_same_mask(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path, loss="ce"))
+    assert trainer.training_layer is None
+    batch = batch_of(trainer, list(range(16)))
+    with torch.no_grad():
+        logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+        assert float(trainer.compute_loss(trainer.model, batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["sdm", "ce"])
+def test_accumulation_changes_nothing(tmp_path: Path, loss: str) -> None:
+    """40 rows: the last step of an epoch is a short one. In its first step the LM is the one that the layer was fitted
+    over, so each d_nearest lies on a jump of its eCDF and noise moves d by 1/n: only there is the tolerance wide."""
+    whole = make(tmp_path / "16", rows=40, loss=loss)
+    parts = make(tmp_path / "8", rows=40, loss=loss, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    for trainer in (whole, parts):
+        trainer.train()
+    for step, (a, b) in enumerate(zip(logged(whole, "loss"), logged(parts, "loss"), strict=True)):
+        assert a == pytest.approx(b, rel=1e-2 if loss == "sdm" and step % 3 == 0 else 1e-5)
+    assert logged(whole, "eval_loss") == pytest.approx(logged(parts, "eval_loss"), rel=1e-4 if loss == "sdm" else 1e-5)
+    for p, q in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=5e-4 if loss == "sdm" else 2e-5)
+
+
+def test_one_pass_a_step(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer = make(tmp_path)
+    trainer.begin_epoch(0)
+    batch = batch_of(trainer, list(range(16)))
+    calls = counting_decoder(trainer.model)
+    trainer.compute_loss(trainer.model, batch)
+    assert calls == [16]
+
+
+def test_dropout_costs_a_second_pass_and_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="second pass"):
+        trainer = make(tmp_path, model=tiny_lm(attention_dropout=0.5))
+    moved_on(trainer)
+    batch = batch_of(trainer, list(range(16)))
+    calls = counting_decoder(trainer.model)
+    trainer.model.train()
+    losses = {trainer.compute_loss(trainer.model, batch).item() for _ in range(3)}
+    assert calls == [16] * 6
+    assert len(losses) == 3  # the training pass is random
+    assert trainer._metrics["base"][:16] == trainer._metrics["base"][16:32]  # the bases are not
+    assert trainer.model.training
+    trainer.model.eval()
+    assert trainer._metrics["base"][:16] == pytest.approx(bases_by_hand(trainer, list(range(16)), True), abs=1e-4)
+
+
+def test_what_counts_as_dropout() -> None:
+    assert not has_dropout(tiny_lm())
+    assert has_dropout(tiny_lm(attention_dropout=0.1))
+    gpt2 = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    assert has_dropout(GPT2LMHeadModel(GPT2Config(**gpt2)))
+    # summary_first_dropout stays 0.1, but belongs to another head.
+    none = GPT2Config(**gpt2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    assert not has_dropout(GPT2LMHeadModel(none))
+
+
+def test_gradient_checkpointing_gives_the_same_losses(tmp_path: Path) -> None:
+    plain = make(tmp_path / "plain", num_train_epochs=1)
+    checkpointed = make(tmp_path / "checkpointed", num_train_epochs=1, gradient_checkpointing=True)
+    for trainer in (plain, checkpointed):
+        trainer.train()
+    assert checkpointed.model.is_gradient_checkpointing
+    assert logged(plain, "loss") == pytest.approx(logged(checkpointed, "loss"), rel=1e-6)
+
+
+def test_bfloat16_autocast_stays_near_float32(tmp_path: Path) -> None:
+    plain = make(tmp_path / "32", gamma_gen=1.0, gamma_diversity=1.0, sdm_learning_rate=1e-4)
+    mixed = make(tmp_path / "16", gamma_gen=1.0, gamma_diversity=1.0, sdm_learning_rate=1e-4, bf16=True)
+    for trainer in (plain, mixed):
+        trainer.train()
+    assert max(logged(mixed, "hard_negatives")) > 0.2
+    assert logged(mixed, "loss") == pytest.approx(logged(plain, "loss"), rel=3e-2)
+    assert logged(mixed, "loss") != pytest.approx(logged(plain, "loss"), rel=1e-6)
+    assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
+    assert mixed._read(mixed._encoded_documents)[0].dtype == torch.float32
+
+
+def test_h_and_the_base_are_float32_also_under_autocast(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path))
+    batch = batch_of(trainer, list(range(16)))
+    with torch.no_grad():
+        states = trainer.model.get_decoder()(input_ids=batch["input_ids"]).last_hidden_state
+    h = trainer._summary(states, batch)
+    base = trainer._base(h, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(trainer._summary(states, batch), h)
+        assert torch.equal(trainer._base(h, batch), base)
+
+
+def test_a_model_whose_logits_only_it_can_make(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path))
+    batch = batch_of(trainer, list(range(16)))
+    loss, evaluation = trainer.compute_loss(trainer.model, batch).item(), trainer.evaluate()["eval_loss"]
+    trainer._transform = None
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(loss, rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluation, rel=1e-5)
+
+
+def test_the_random_state_is_left_alone(tmp_path: Path) -> None:
+    trainer = make(tmp_path, gamma_gen=1.0, gamma_diversity=1.0)
+    before = torch.random.get_rng_state(), random.getstate()
+    trainer.begin_epoch(1)
+    trainer.evaluate()
+    trainer.fit_final_layer()
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+# Hard negatives
+
+
+def test_hard_negatives_begin_with_the_second_epoch(tmp_path: Path) -> None:
+    trainer = make(tmp_path, gamma_gen=1.0, gamma_diversity=1.0)
+    trainer.begin_epoch(0)
+    assert {d.source for d in trainer._documents} == {"positive", "static"}
+    trainer.state.global_step = 2
+    trainer.begin_epoch(1)
+    generated = [d for d in trainer._documents if d.source == "generated"]
+    assert len(generated) > 5
+    attempts = trainer.negatives.attempts
+    assert set(attempts) == {(2, d.row) for d in trainer._documents if not d.positive}
+    assert {a.step for a in attempts.values()} == {2}
+    for d in generated:
+        encoded = trainer._encoded_documents[d.row]
+        row, body = trainer.rows[d.row], attempts[2, d.row].body
+        assert encoded == trainer.encoder.encode(row["prompt"], str(body), False)
+        assert trainer.encoder.decode(encoded.input_ids).endswith(f"{row['prompt']}{body}\n<verified>No</verified></s>")
+        assert [i for i in encoded.labels if i != IGNORED] == encoded.input_ids[encoded.verified_at - 2 :]
+    batch = batch_of(trainer, [generated[0].row])
+    assert batch["reward"].tolist() == [0]
+
+
+def test_a_run_of_generations_without_negatives_is_named(tmp_path: Path) -> None:
+    trainer = make(tmp_path, gamma_gen=1.0, reward_funcs=lambda prompts, completions, **_: [1] * len(prompts))
+    with pytest.warns(UserWarning, match=r"none of \d+ generations was wrong"):
+        trainer.begin_epoch(1)
+    assert {d.source for d in trainer._documents} == {"positive", "static"}
+    with pytest.warns(UserWarning, match="only static negatives"):
+        trainer.fit_final_layer()
+
+
+# Evaluation
+
+
+def test_evaluation_is_one_pass_over_fixed_documents(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path, sdm_epochs=30, tokens_per_batch=100))
+    labels = [int(p) for p in trainer.calibration_positive]
+    documents = [
+        trainer.encoder.encode(row["prompt"], row["chosen" if y else "rejected"], bool(y))
+        for row, y in zip(trainer.calibration_rows, labels, strict=True)
+    ]
+    calls = counting_decoder(trainer.model)
+    metrics = trainer.evaluate()
+    assert sum(calls) == len(documents) == 24
+    assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]
+
+    # Slowly: one pass for h, the layer, another pass for the logits, document by document.
+    h = []
+    for document in documents:
+        ids = torch.tensor([document.input_ids[: document.verified_at + 1]])
+        with torch.no_grad():
+            states = trainer.model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+        h.append(torch.cat([states[-1], states.mean(dim=0)]))
+    read, _ = trainer._read(documents)
+    torch.testing.assert_close(read, torch.stack(h), rtol=1e-4, atol=1e-5)
+    estimator = fit_once(trainer.accelerator, trainer.args, [2, 0], read, labels)
+    p = estimator.score(read, exclude=estimator.support_index(range(24))).p
+    total, count = 0.0, 0
+    for document, y, bases in zip(documents, labels, p, strict=True):
+        batch = collate([document], 0)
+        with torch.no_grad():
+            logits = trainer.model(input_ids=batch["input_ids"]).logits
+        base = torch.tensor([2 + bases[y]])
+        total += float(sdm_next_token_loss(logits, batch["labels"], base, 1))
+        count += int((batch["labels"] != IGNORED).sum())
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["eval_sdm_loss"] == estimator.loss_
+    assert metrics["eval_q_min"] == estimator.region_.q_min
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path, save_total_limit=1)  # evaluations after steps 1, 2, 3 and 4
+    losses = iter([3.0, 1.0, 2.0, 4.0])
+    monkeypatch.setattr(trainer, "_loss_of", lambda *_: torch.tensor([next(losses), 1.0]))
+    kept: list[Tensor] = []
+
+    class Copy(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kept.append(trainer.model.lm_head.weight.detach().clone())
+
+    trainer.add_callback(Copy())
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert torch.equal(trainer.model.lm_head.weight, kept[1])
+    assert not torch.equal(kept[1], kept[3])
+
+
+def test_other_strategies_are_left_to_the_trainer(tmp_path: Path) -> None:
+    trainer = make(tmp_path, rows=64, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    trainer.train()
+    assert not logged(trainer, "eval_loss")
+    assert not list(tmp_path.glob("checkpoint-*"))
+    trainer = make(tmp_path, rows=64, num_train_epochs=1, save_strategy="no", load_best_model_at_end=False)
+    trainer.train()
+    assert len(logged(trainer, "eval_loss")) == 2
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+# Logs
+
+
+def test_logs_and_reports(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer = make(tmp_path, callbacks=[Report()], exemplar_dim=2, sdm_epochs=1)
+    trainer.train()
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(steps) == 4
+    for log in steps:
+        assert 2 <= log["base"] <= 3
+        assert 0 <= log["sdm/positive"] <= 1
+        assert 0 <= log["sdm/negative"] <= 1
+        assert log["time/sdm_score"] > 0
+        assert "hard_negatives" in log
+    for log in steps[::2]:  # the first step of an epoch carries the epoch's preparations
+        assert {"time/generation", "time/reading", "time/sdm_layer"} <= set(log)
+    evaluations = [log for log in trainer.state.log_history if "eval_loss" in log]
+    names = ["q_min", "psi_0", "psi_1", "mean_q_0", "mean_q_1", "sdm_loss", "sdm_loss_0", "sdm_loss_1"]
+    names += ["sdm_accuracy_0", "sdm_accuracy_1", "admitted", "runtime"]
+    assert all({f"eval_{name}" for name in names} <= set(log) for log in evaluations)
+    final = trainer.state.log_history[-1]
+    assert final["time/final_layer"] > 0
+    assert {"final_q_min", "final_admitted"} <= set(final)
+    assert [log["loss"] for log in seen if "loss" in log] == [log["loss"] for log in steps]
+    # A layer this poor accepts nothing: q'_min is infinite, and the state must still be readable.
+    assert math.inf in [log["eval_q_min"] for log in evaluations]
+    state = TrainerState.load_from_json(str(tmp_path / "checkpoint-4" / "trainer_state.json"))
+    assert [log for log in state.log_history if "eval_loss" in log] == evaluations
+
+
+def test_a_terminal_shows_phases_and_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal: one bar for all phases (rich refuses a second one), and what is logged above it."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    trainer = make(tmp_path, disable_tqdm=False)
+    shown: list[str] = []
+    phase = trainer._phases.phase
+    monkeypatch.setattr(trainer._phases, "phase", lambda text: shown.append(text) or phase(text))
+    trainer.train()
+    text = terminal.getvalue()
+    assert "eval_loss" in text
+    assert "4/4" in text
+    assert shown[:4] == [
+        "Epoch 1: generating hard negatives",
+        "Epoch 1: reading the training documents",
+        "Epoch 1: fitting the SDM layer",
+        "Evaluating: reading the calibration documents",
+    ]
+    assert shown[-1] == "Fitting the final SDM layer"
+    assert "Fitting the final SDM layer" in text
+
+
+# Saving, and what is asked of a second run
+
+
+def test_training_twice_starts_anew(tmp_path: Path) -> None:
+    trainer = make(tmp_path, num_train_epochs=1)
+    trainer.train()
+    first = trainer.training_layer
+    trainer.train()
+    assert trainer.training_layer is not first
+
+
+def test_the_caller_keeps_its_config(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    trainer = SDMTrainer(tiny_lm(), config, copy_rows(32, 0), copy_rows(24, 1), tiny_tokenizer())
+    assert config.max_new_tokens is None
+    assert trainer.args.max_new_tokens > 3
+
+
+def test_lora(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel
+
+    tiny_lm().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    config = tiny_config(tmp_path / "run", gradient_checkpointing=True)
+    trainer = SDMTrainer(str(tmp_path / "base"), config, copy_rows(64, 0), copy_rows(24, 1), peft_config=lora)
+    trainer.train()
+    losses = logged(trainer, "loss")
+    assert losses[-1] < losses[0]
+    trainer.save_model(str(tmp_path / "saved"))
+    names = {p.name for p in (tmp_path / "saved").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "sdm"} <= names
+    assert "model.safetensors" not in names
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(base, tmp_path / "saved")
+    facts = json.loads((tmp_path / "saved" / "sdm" / "lm.json").read_text())
+    assert facts["fingerprint"] == fingerprint(again.get_base_model().state_dict())
+
+
+def test_a_model_in_bfloat16_has_the_same_fingerprint() -> None:
+    model = tiny_lm()
+    assert fingerprint(model.state_dict()) == fingerprint(tiny_lm().bfloat16().state_dict())
+    with torch.no_grad():
+        model.lm_head.weight *= 1.01
+    assert fingerprint(model.state_dict()) != fingerprint(tiny_lm().state_dict())
+
+
+def test_conversations_with_a_chat_template(tmp_path: Path) -> None:
+    def conversation(row: dict[str, str]) -> dict[str, Any]:
+        answers = {k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")}
+        return {"prompt": [{"role": "user", "content": row["prompt"]}], **answers}
+
+    rows, held_out = ([conversation(r) for r in copy_rows(n, n)] for n in (64, 24))
+    tokenizer = tiny_tokenizer(CHAT)
+    trainer = SDMTrainer(tiny_lm(), tiny_config(tmp_path, learning_rate=1e-2), rows, held_out, tokenizer)
+    text = trainer.encoder.decode(trainer._encoded[0][0].input_ids)
+    body = rows[0]["chosen"][0]["content"]
+    assert text == f"user:{body}=\nassistant:{body}\n<verified>Yes</verified></s>"
+    trainer.train()
+    assert logged(trainer, "loss")[-1] < 0.5 * logged(trainer, "loss")[0]
+    assert trainer.estimator is not None
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_in_a_checkpoint_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    write = trainer._save_optimizer_and_scheduler
+    monkeypatch.setattr(
+        trainer,
+        "_save_optimizer_and_scheduler",
+        lambda folder: full_disk() if trainer.state.global_step == 3 else write(folder),
+    )
+    with pytest.raises(OSError, match=r"checkpoint-3.*No space left.*resume_from_checkpoint"):
+        trainer.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    again, straight = make(tmp_path), make(tmp_path / "straight")
+    again.train(resume_from_checkpoint=True)
+    straight.train()
+    assert again.state.global_step == 4
+    assert torch.equal(again.model.lm_head.weight, straight.model.lm_head.weight)
+
+
+def test_a_full_disk_in_save_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    trainer.fit_final_layer()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.model, "save_pretrained", full_disk)
+        with pytest.raises(OSError, match=r"Could not save the model to .*No space left.*still in memory"):
+            trainer.save_model(str(tmp_path / "saved"))
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "sdm" / "lm.json").is_file()
+
+
+# Bad input
+
+
+def refused(tmp_path: Path, match: str, **given: Any) -> None:
+    config = given.pop("config", {})
+    arguments = {
+        "model": tiny_lm(),
+        "train_dataset": copy_rows(32, 0),
+        "eval_dataset": copy_rows(24, 1),
+        "processing_class": tiny_tokenizer(),
+        **given,
+    }
+    with pytest.raises(ValueError, match=match):
+        SDMTrainer(args=tiny_config(tmp_path, **config), **arguments)
+
+
+def changed(**changes: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [dict(r) for r in copy_rows(32, 0)]
+    rows[5] |= changes
+    return rows
+
+
+def test_bad_rows_are_named(tmp_path: Path) -> None:
+    missing = [{k: v for k, v in row.items() if k != "rejected"} for row in copy_rows(32, 0)]
+    refused(tmp_path, r"train rows.*Row 0: column 'rejected' is missing", train_dataset=missing)
+    refused(tmp_path, r"train rows.*Row 5: 'prompt' is empty", train_dataset=changed(prompt=""))
+    refused(tmp_path, r"calibration rows.*Row 5: 'chosen' is empty", eval_dataset=changed(chosen=" "))
+    refused(tmp_path, r"train rows.*Row 5: 'chosen' is int", train_dataset=changed(chosen=3))
+    refused(tmp_path, r"Row 5: 'chosen' and 'rejected' are equal", train_dataset=changed(chosen="ab", rejected="ab "))
+    refused(tmp_path, r"Row 5 of the train rows needs \d+ tokens", train_dataset=changed(prompt="a" * 80))
+    refused(tmp_path, r"calibration rows are too few for two halves", eval_dataset=copy_rows(3, 1))
+    refused(tmp_path, r"train rows are too few for two halves", train_dataset=copy_rows(3, 1))
+    refused(tmp_path, "no rows", train_dataset=[])
+    refused(tmp_path, "needs train_dataset and eval_dataset", eval_dataset=None)
+
+
+def test_bad_settings_are_named(tmp_path: Path) -> None:
+    refused(tmp_path, "max_length is 100 but the model has only 64 positions", config={"max_length": 100})
+    refused(tmp_path, "give processing_class", processing_class=None)
+    refused(tmp_path, "takes one reward, got 2", reward_funcs=[len, len])
+    refused(tmp_path, "no module", reward_funcs="there_is_no_such_module:f")
+    for wrong, match in (
+        ({"loss": "mse"}, 'must be "sdm" or "ce"'),
+        ({"gamma_plus": 0.0}, "gamma_plus"),
+        ({"gamma_gen": 1.5}, "gamma_gen is 1.5"),
+        ({"alpha": 0.4}, "alpha"),
+        ({"verification_tags": "{"}, "verification_tags"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            tiny_config(tmp_path, **wrong)
+
+
+def test_long_prompts_are_cut_only_when_asked(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, truncate_prompt=True)
+    trainer = SDMTrainer(tiny_lm(), config, changed(prompt="a" * 80), copy_rows(24, 1), tiny_tokenizer())
+    assert len(trainer._encoded[5][0].input_ids) == 64
+
+
+@pytest.mark.parametrize(
+    ("reward", "match"),
+    [
+        (lambda prompts, completions, **_: [0], r"returned 1 values for \d+ completions"),
+        (lambda prompts, completions, **_: [0.5] * len(prompts), r"returned 0.5"),
+    ],
+)
+def test_a_bad_reward_is_named(tmp_path: Path, reward: Any, match: str) -> None:
+    trainer = make(tmp_path, reward_funcs=reward)
+    with pytest.raises(ValueError, match=match):
+        trainer.fit_final_layer()
+
+
+def test_evaluation_and_resuming_refuse_what_they_cannot_do(tmp_path: Path) -> None:
+    trainer = make(tmp_path, num_train_epochs=1)
+    with pytest.raises(ValueError, match="leave eval_dataset out"):
+        trainer.evaluate(copy_rows(8, 2))
+    (tmp_path / "checkpoint-9").mkdir()
+    with pytest.raises(ValueError, match="checkpoint-9 is not a complete checkpoint"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    trainer.train(resume_from_checkpoint=True)  # none to resume from: it starts
+    assert trainer.state.global_step == 2
+    with pytest.raises(ValueError, match="written with 32 train rows, not 40"):
+        make(tmp_path, rows=40).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_written_anew_is_incomplete_until_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older run's trainer_state.json must not vouch for a folder that is being overwritten."""
+    make(tmp_path, num_train_epochs=1).train()
+    trainer = make(tmp_path, num_train_epochs=1)
+    seen: list[str | None] = []
+    save = trainer._save_state
+
+    def look(folder: Path) -> None:
+        save(folder)
+        seen.append(trainer_module._complete_checkpoint(tmp_path, None))
+
+    monkeypatch.setattr(trainer, "_save_state", look)
+    trainer.train()
+    assert seen == [str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-1")]
