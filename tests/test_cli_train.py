@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm import recipe
 from sdmlm.cli import main
-from sdmlm.commands import calibrate, train
+from sdmlm.commands import calibrate, dry_run, plan
 from sdmlm.config import SDMConfig
 from sdmlm.encoding import Encoder
 from sdmlm.estimator import SDMEstimator
@@ -205,11 +205,11 @@ def test_without_calibration_rows_the_rows_are_halved(here: Path, capsys: pytest
 
 def test_halves_are_disjoint_complete_and_seeded() -> None:
     rows = [{"prompt": str(i)} for i in range(11)]
-    first, second = train._halves(rows, seed=1)
+    first, second = plan.halves(rows, seed=1)
     assert (len(first), len(second)) == (6, 5)
     assert sorted(first + second, key=lambda r: int(r["prompt"])) == rows
-    assert train._halves(rows, seed=1) == (first, second)
-    assert train._halves(rows, seed=2) != (first, second)
+    assert plan.halves(rows, seed=1) == (first, second)
+    assert plan.halves(rows, seed=2) != (first, second)
 
 
 def test_prompts_in_both_sets_are_remarked_upon(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,7 +322,7 @@ def test_bad_recipes(here: Path, capsys: pytest.CaptureFixture[str], content: st
 def test_recipes_of_the_repository_are_the_papers() -> None:
     found = sorted(REPOSITORY.glob("recipes/**/*.yaml"))
     assert found
-    kinds: dict[str, Any] = {**train.OPTIONS, **recipe.field_types()}
+    kinds: dict[str, Any] = {**plan.OPTIONS, **recipe.field_types()}
     for path in found:
         recipe.typed(recipe.read_recipe(str(path)), kinds, str(path))
     phi = recipe.typed(recipe.read_recipe(str(REPOSITORY / "recipes/phi-3.5-mini/sdm_hn.yaml")), kinds)
@@ -330,7 +330,7 @@ def test_recipes_of_the_repository_are_the_papers() -> None:
     # Where the paper says something, the recipe says what the defaults are.
     apart = {"bf16", "gradient_accumulation_steps", "gradient_checkpointing"}
     for name, value in phi.items():
-        if name not in apart | set(train.OPTIONS):
+        if name not in apart | set(plan.OPTIONS):
             assert value == recipe.field_default(name), name
 
 
@@ -399,12 +399,12 @@ def test_rows_over_the_limit_are_counted_then_refused(here: Path, capsys: pytest
 def test_examples_keep_the_terminal_safe() -> None:
     encoder = Encoder(tiny_tokenizer())
     document = encoder.encode("abc" * 300, "a", True)
-    text = train.example_text(encoder, document)
+    text = dry_run.example_text(encoder, document)
     assert "characters ...]" in text.plain
     styles = {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
     assert styles["Yes</verified></s>"] == "bold underline green"
     assert "dim" in styles.values()
-    assert train._legible("a\x1b[31m\nb\r") == "a\\x1b[31m\nb\\x0d"
+    assert dry_run._legible("a\x1b[31m\nb\r") == "a\\x1b[31m\nb\\x0d"
 
 
 # Calibrating

@@ -285,8 +285,12 @@ def test_bfloat16_autocast_stays_near_float32(tmp_path: Path) -> None:
     assert mixed._read(mixed._encoded_documents)[0].dtype == torch.float32
 
 
-def test_h_and_the_base_are_float32_also_under_autocast(tmp_path: Path) -> None:
+def test_h_and_the_base_are_float32_also_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = moved_on(make(tmp_path))
+    assert trainer.training_layer is not None
+    support = trainer.training_layer.layers_[0].support
+    query, seen = support.query, []
+    monkeypatch.setattr(support, "query", lambda vectors, *rest: seen.append(vectors) or query(vectors, *rest))
     batch = batch_of(trainer, list(range(16)))
     with torch.no_grad():
         states = trainer.model.get_decoder()(input_ids=batch["input_ids"]).last_hidden_state
@@ -295,6 +299,8 @@ def test_h_and_the_base_are_float32_also_under_autocast(tmp_path: Path) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(trainer._summary(states, batch), h)
         assert torch.equal(trainer._base(h, batch), base)
+    assert torch.equal(seen[0], seen[1])
+    assert seen[1].dtype == torch.float32
 
 
 def test_a_model_whose_logits_only_it_can_make(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def add(subparsers: Any) -> None:
         "--test", action="extend", nargs="+", default=[], metavar="FILE", help="test files (default: hold out a fifth)"
     )
     parser.add_argument("--name", default="", help="name of the model that made the embeddings, for the table")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for tables.csv/json/tex/md and report.html")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="folder for tables.csv/json/tex/md and report.html"
+    )
     parser.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="resamples for intervals (1000)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     common.add_estimator_options(parser)
