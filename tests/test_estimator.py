@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdmlm import SDMEstimator
-from sdmlm.estimator import random_halves
 from sdmlm.layer import ALPHA_GRID
+from sdmlm.validation import random_halves
 
 SMALL = {"exemplar_dim": 16, "epochs": 12, "learning_rate": 1e-2, "rounds": 1, "progress": False}
 
@@ -107,6 +107,13 @@ def test_scores_equal_those_by_hand(classes):
             np.testing.assert_allclose(getattr(scores, name)[i], value, rtol=1e-5, atol=1e-6, err_msg=f"{name} of {i}")
     assert estimator.region_.q_min < math.inf
     assert 0 < scores.accepted.sum() < len(scores)
+
+
+def test_gradients_may_be_switched_off_around_it():
+    X, y = blobs(60)
+    with torch.no_grad():
+        inside = SDMEstimator(**SMALL).fit(X, y)
+    assert same(inside.score(X), SDMEstimator(**SMALL).fit(X, y).score(X))
 
 
 def test_same_seed_same_result_and_another_seed_another():

@@ -178,8 +178,9 @@ def _step(optimizer: torch.optim.Optimizer, weights: list[Tensor], x: Tensor, q:
     else:
         h = F.linear(x, weight, bias)
         z = F.linear(h, out_weight, out_bias)
-    loss = sdm_losses(z.requires_grad_(), q, d, y).mean()
-    (g,) = torch.autograd.grad(loss, z)
+    with torch.enable_grad():  # also where the caller has switched gradients off
+        loss = sdm_losses(z.requires_grad_(), q, d, y).mean()
+        (g,) = torch.autograd.grad(loss, z)
     g_weight, g_bias, g_out_weight, g_out_bias = (p.grad for p in optimizer.param_groups[0]["params"])
     torch.sum(g, dim=0, out=g_out_bias)
     torch.mv(out_weight.T, g_out_bias, out=g_bias)

@@ -25,6 +25,15 @@ from sdmlm.progress import progress_bar
 from sdmlm.region import DistanceCDF, HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
 from sdmlm.support import SupportSet
+from sdmlm.validation import (
+    check_classes,
+    check_lengths,
+    checked_ids,
+    count_classes,
+    label_tensor,
+    plain_id,
+    random_halves,
+)
 
 KIND, VERSION = "sdmlm estimator", 1
 DocumentId = int | str
@@ -109,27 +118,27 @@ class SDMEstimator:
         hears of every epoch.
         """
         self._check_parameters()
-        x, labels = self._matrix(X, "X"), _label_tensor(y, "y")
-        _check_lengths("X", len(x), "y", len(labels))
-        n_classes = _count_classes(labels)
-        names = _checked_ids(ids, len(x), "ids")
+        x, labels = self._matrix(X, "X"), label_tensor(y, "y")
+        check_lengths("X", len(x), "y", len(labels))
+        n_classes = count_classes(labels)
+        names = checked_ids(ids, len(x), "ids")
         given = None
         if calibration is not None:
-            x_ca, y_ca = self._matrix(calibration[0], "calibration X"), _label_tensor(calibration[1], "calibration y")
-            _check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
+            x_ca, y_ca = self._matrix(calibration[0], "calibration X"), label_tensor(calibration[1], "calibration y")
+            check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
             if x_ca.shape[1] != x.shape[1]:
                 raise ValueError(
                     f"X is {x.shape[1]} wide but the calibration X is {x_ca.shape[1]} wide: use one embedding."
                 )
             if len(calibration) == 3:
-                names_ca = _checked_ids(calibration[2], len(x_ca), "calibration ids")
+                names_ca = checked_ids(calibration[2], len(x_ca), "calibration ids")
             else:
                 names_ca = list(range(len(x), len(x) + len(x_ca)))
             if shared := set(names) & set(names_ca):
                 raise ValueError(f"The id {next(iter(shared))!r} is used in both splits: ids must differ between them.")
-            _check_classes(y_ca, n_classes, "calibration y", least=1)
+            check_classes(y_ca, n_classes, "calibration y", least=1)
             given = x_ca, y_ca.to(x.device), names_ca
-        _check_classes(labels, n_classes, "y", least=1 if given else 2)
+        check_classes(labels, n_classes, "y", least=1 if given else 2)
         if class_names is not None and len(class_names) != n_classes:
             raise ValueError(f"class_names has {len(class_names)} names but there are {n_classes} classes.")
 
@@ -163,7 +172,7 @@ class SDMEstimator:
         self.n_features_in_ = int(x.shape[1])
         self.alpha_ = float(self.alpha)
         self.class_names_ = None if class_names is None else [str(name) for name in class_names]
-        self.documents_ = {} if documents is None else {_plain_id(key): str(text) for key, text in documents.items()}
+        self.documents_ = {} if documents is None else {plain_id(key): str(text) for key, text in documents.items()}
         return self
 
     def _fit_round(
@@ -209,18 +218,18 @@ class SDMEstimator:
         A label outside the classes marks a known out-of-distribution region: such a point can only end a run of q.
         """
         self._check_fitted()
-        x, labels = self._matrix(X, "X", self.n_features_in_), _label_tensor(y, "y")
-        _check_lengths("X", len(x), "y", len(labels))
+        x, labels = self._matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
+        check_lengths("X", len(x), "y", len(labels))
         if ids is None:
             known = len(self.layers_[0].support_ids)
             ids = [f"added:{known + i}" for i in range(len(x))]
-        names = _checked_ids(ids, len(x), "ids")
+        names = checked_ids(ids, len(x), "ids")
         taken = set(names).intersection(*[{*layer.support_ids, *layer.calibration_ids} for layer in self.layers_])
         if taken:
             raise ValueError(f"The id {next(iter(taken))!r} is already in use: give new points ids of their own.")
         for layer in self.layers_:
             layer.add(x, labels.to(x.device), names)
-        self.documents_.update({_plain_id(key): str(text) for key, text in (documents or {}).items()})
+        self.documents_.update({plain_id(key): str(text) for key, text in (documents or {}).items()})
         return self
 
     # Scoring
@@ -234,9 +243,9 @@ class SDMEstimator:
         """
         self._check_fitted()
         x = self._matrix(X, "X", self.n_features_in_, allow_empty=True)
-        own = None if exclude is None else _label_tensor(exclude, "exclude")
+        own = None if exclude is None else label_tensor(exclude, "exclude")
         if own is not None:
-            _check_lengths("X", len(x), "exclude", len(own))
+            check_lengths("X", len(x), "exclude", len(own))
         first, *others = self.layers_
         scores = first.score(x, self.alpha_, own)
         if not others:
@@ -260,7 +269,7 @@ class SDMEstimator:
     def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
         """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
         self._check_fitted()
-        return _positions([_plain_id(i) for i in ids], self.layers_[0])
+        return _positions([plain_id(i) for i in ids], self.layers_[0])
 
     def accepted_at(self, scores: Scores, alphas: Iterable[float]) -> NDArray[np.bool_]:
         """Which points are accepted at each of several alphas, (N, number of alphas)."""
@@ -283,8 +292,8 @@ class SDMEstimator:
         `classes`: the predicted classes that the certificate covers (default: all); others are then always rejected.
         """
         self._check_single("certify")
-        x, labels = self._matrix(X, "X", self.n_features_in_), _label_tensor(y, "y")
-        _check_lengths("X", len(x), "y", len(labels))
+        x, labels = self._matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
+        check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
         grid = threshold_grid(self.region_, layer.calibration.q_prime.numpy())
         return certify_region(
@@ -459,72 +468,6 @@ class SDMEstimator:
                 f"the first is row {int(bad.nonzero()[0])}: remove or repair them."
             )
         return x
-
-
-def random_halves(labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two random halves of the points, class by class, so that no class is lost; sorted indices.
-
-    The odd point of a class goes to the half that is smaller so far, or to either.
-    """
-    halves: list[list[int]] = [[], []]
-    for c in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == c))
-        small = int(rng.integers(2)) if len(halves[0]) == len(halves[1]) else int(len(halves[1]) < len(halves[0]))
-        cut = (len(members) + 1) // 2
-        halves[small].extend(members[:cut].tolist())
-        halves[1 - small].extend(members[cut:].tolist())
-    return np.sort(np.array(halves[0])), np.sort(np.array(halves[1]))
-
-
-def _label_tensor(values: Any, name: str) -> Tensor:
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    if array.ndim != 1:
-        raise ValueError(f"{name} has shape {array.shape} but must be one whole number per point.")
-    if array.dtype.kind == "f" and bool((array == np.floor(array)).all()) and bool(np.isfinite(array).all()):
-        array = array.astype(np.int64)
-    if array.size and array.dtype.kind not in "iub":
-        raise ValueError(f"{name} must hold whole numbers (class indices 0..C-1), got {array.dtype}.")
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def _count_classes(labels: Tensor) -> int:
-    if int(labels.min()) < 0:
-        raise ValueError(f"y holds the label {int(labels.min())}, which is out of range: labels are 0..C-1.")
-    found = torch.unique(labels)
-    if len(found) < 2:
-        raise ValueError(f"y holds only one class ({int(found[0])}): at least two classes are needed.")
-    return int(found[-1]) + 1
-
-
-def _check_classes(labels: Tensor, n_classes: int, name: str, least: int) -> None:
-    if int(labels.min()) < 0 or int(labels.max()) >= n_classes:
-        wrong = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
-        raise ValueError(f"{name} holds the label {wrong}, which is out of range: the classes are 0..{n_classes - 1}.")
-    for c, count in enumerate(torch.bincount(labels, minlength=n_classes).tolist()):
-        if count < least:
-            raise ValueError(f"{name} has {count} point(s) of class {c}: at least {least} of each class are needed.")
-
-
-def _check_lengths(name: str, length: int, other: str, other_length: int) -> None:
-    if length != other_length:
-        raise ValueError(f"{name} has {length} rows but {other} has {other_length}: they must match.")
-
-
-def _plain_id(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _checked_ids(ids: Sequence[Any] | None, n: int, name: str) -> list[Any]:
-    if ids is None:
-        return list(range(n))
-    plain = [_plain_id(i) for i in ids]
-    _check_lengths("X", n, name, len(plain))
-    wrong = [i for i in plain if isinstance(i, bool) or not isinstance(i, (int, str))]
-    if wrong:
-        raise ValueError(f"{name} holds {wrong[0]!r}: an id is a whole number or a string.")
-    if len(set(plain)) != n:
-        raise ValueError(f"{name} holds an id twice: every document needs an id of its own.")
-    return plain
 
 
 def _positions(ids: Sequence[Any], layer: SDMLayer) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
@@ -59,6 +59,7 @@ from sdmlm.loss import LogitTransform, output_head, sdm_loss_from_hidden, sdm_ne
 from sdmlm.negatives import HardNegatives, NegativePolicy
 from sdmlm.phases import PhaseProgress
 from sdmlm.rewards import Reward, load_reward
+from sdmlm.schedule import EpochOrder, RowNumbers, Schedule, row_numbers
 from sdmlm.summary import summarize
 
 STATE = "sdm_state.json"
@@ -156,11 +157,11 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         super().__init__(
             model=model,
             args=args,
-            data_collator=_row_numbers,
-            train_dataset=_RowNumbers(len(self.rows)),
+            data_collator=row_numbers,
+            train_dataset=RowNumbers(len(self.rows)),
             eval_dataset=self.calibration_rows,
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), _Schedule(self)],
+            callbacks=[*(callbacks or []), Schedule(self)],
             optimizers=optimizers,
         )
         # compute_loss divides by the tokens of the whole (global, accumulated) batch, whatever the model's own loss does.
@@ -187,7 +188,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
     # An epoch
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return _EpochOrder(self)
+        return EpochOrder(self)
 
     def begin_epoch(self, epoch: int) -> None:
         """Hard negatives and the SDM layer of an epoch (from 0), unless a checkpoint brought them."""
@@ -520,67 +521,6 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
     def _times(self) -> dict[str, float]:
         names = [name for name in self._metrics if name.startswith("time/")]
         return {name: float(sum(self._metrics.pop(name))) for name in names}
-
-
-class _RowNumbers(Dataset[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> int:
-        return i
-
-
-def _row_numbers(numbers: list[int]) -> dict[str, Tensor]:
-    return {"rows": torch.tensor(numbers)}
-
-
-class _EpochOrder(Sampler[int]):
-    """A fresh order each epoch, drawn from (seed, epoch): the same however often an epoch is begun.
-
-    With several processes it ends with -1, nobody's row, so that the last step has a batch for each of them:
-    Accelerate would fill it up with rows from the epoch's start, which one process would not see twice.
-    """
-
-    def __init__(self, trainer: SDMTrainer) -> None:
-        self.trainer = trainer
-
-    def __len__(self) -> int:
-        n, args = len(self.trainer.rows), self.trainer.args
-        if args.world_size == 1 or args.dataloader_drop_last:
-            return n
-        step: int = self.trainer._train_batch_size * args.world_size
-        return -(-n // step) * step
-
-    def __iter__(self) -> Iterator[int]:
-        args, n = self.trainer.args, len(self.trainer.rows)
-        seed = args.seed if args.data_seed is None else args.data_seed
-        order = np.random.default_rng([seed, 3, max(0, self.trainer._layer_epoch)]).permutation(n).tolist()
-        return iter(order + [-1] * (len(self) - n))
-
-
-class _Schedule(TrainerCallback):  # type: ignore[misc]
-    """Begins epochs, and evaluates and saves in the middle of one."""
-
-    def __init__(self, trainer: SDMTrainer) -> None:
-        self.trainer = trainer
-
-    def _steps(self, args: Any) -> int:
-        batches: int = len(self.trainer.callback_handler.train_dataloader)
-        gathered: int = args.gradient_accumulation_steps
-        return max(1, -(-batches // gathered))
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.begin_epoch(state.global_step // self._steps(args))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        steps = self._steps(args)
-        if str(args.eval_strategy.value) == "epoch" and steps > 1 and state.global_step % steps == steps // 2:
-            control.should_evaluate = True
-            control.should_save = control.should_save or str(args.save_strategy.value) == "epoch"
-        return control
 
 
 def _checked(rows: Any, name: str, tags: VerificationTags) -> list[dict[str, Any]]:

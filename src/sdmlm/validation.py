@@ -1,0 +1,77 @@
+"""What the estimator asks of labels and ids, and the random halves of a round. Every error names the thing and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def random_halves(labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Two random halves of the points, class by class, so that no class is lost; sorted indices.
+
+    The odd point of a class goes to the half that is smaller so far, or to either.
+    """
+    halves: list[list[int]] = [[], []]
+    for c in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        small = int(rng.integers(2)) if len(halves[0]) == len(halves[1]) else int(len(halves[1]) < len(halves[0]))
+        cut = (len(members) + 1) // 2
+        halves[small].extend(members[:cut].tolist())
+        halves[1 - small].extend(members[cut:].tolist())
+    return np.sort(np.array(halves[0])), np.sort(np.array(halves[1]))
+
+
+def label_tensor(values: Any, name: str) -> Tensor:
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape} but must be one whole number per point.")
+    if array.dtype.kind == "f" and bool((array == np.floor(array)).all()) and bool(np.isfinite(array).all()):
+        array = array.astype(np.int64)
+    if array.size and array.dtype.kind not in "iub":
+        raise ValueError(f"{name} must hold whole numbers (class indices 0..C-1), got {array.dtype}.")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def count_classes(labels: Tensor) -> int:
+    if int(labels.min()) < 0:
+        raise ValueError(f"y holds the label {int(labels.min())}, which is out of range: labels are 0..C-1.")
+    found = torch.unique(labels)
+    if len(found) < 2:
+        raise ValueError(f"y holds only one class ({int(found[0])}): at least two classes are needed.")
+    return int(found[-1]) + 1
+
+
+def check_classes(labels: Tensor, n_classes: int, name: str, least: int) -> None:
+    if int(labels.min()) < 0 or int(labels.max()) >= n_classes:
+        wrong = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
+        raise ValueError(f"{name} holds the label {wrong}, which is out of range: the classes are 0..{n_classes - 1}.")
+    for c, count in enumerate(torch.bincount(labels, minlength=n_classes).tolist()):
+        if count < least:
+            raise ValueError(f"{name} has {count} point(s) of class {c}: at least {least} of each class are needed.")
+
+
+def check_lengths(name: str, length: int, other: str, other_length: int) -> None:
+    if length != other_length:
+        raise ValueError(f"{name} has {length} rows but {other} has {other_length}: they must match.")
+
+
+def plain_id(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def checked_ids(ids: Sequence[Any] | None, n: int, name: str) -> list[Any]:
+    if ids is None:
+        return list(range(n))
+    plain = [plain_id(i) for i in ids]
+    check_lengths("X", n, name, len(plain))
+    wrong = [i for i in plain if isinstance(i, bool) or not isinstance(i, (int, str))]
+    if wrong:
+        raise ValueError(f"{name} holds {wrong[0]!r}: an id is a whole number or a string.")
+    if len(set(plain)) != n:
+        raise ValueError(f"{name} holds an id twice: every document needs an id of its own.")
+    return plain
