@@ -35,7 +35,7 @@ class ExemplarAdaptor:
     _direct: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     def standardize(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.std
+        return (x - self.mean).div_(self.std)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(h' (N, M) float32, z' (N, C) float64) of raw vectors x (N, D).
@@ -46,7 +46,8 @@ class ExemplarAdaptor:
             weight, bias = self.out_weight.double(), self.bias.double()
             self._direct = weight @ self.weight.double(), weight @ bias + self.out_bias.double()
         h = self.standardize(x)
-        z = torch.cat([F.linear(part.double(), *self._direct) for part in h.split(1024)])
+        # Few rows at a time: their doubles stay in the cache.
+        z = torch.cat([F.linear(part.double(), *self._direct) for part in h.split(64)])
         return F.linear(h, self.weight, self.bias), z
 
 

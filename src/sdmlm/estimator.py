@@ -461,11 +461,13 @@ class SDMEstimator:
         if x.shape[1] == 0 or (len(x) == 0 and not allow_empty):
             raise ValueError(f"{name} is empty: give at least one row and one column.")
         x = x.to(self._device(), torch.float32)
-        bad = ~torch.isfinite(x).all(dim=1)
-        if bool(bad.any()):
+        # A row with NaN or inf has no finite sum: one pass over good data, a closer look only at the others.
+        odd = (~torch.isfinite(x.sum(dim=1))).nonzero().squeeze(1)
+        bad = odd[~torch.isfinite(x[odd]).all(dim=1)]
+        if len(bad):
             raise ValueError(
-                f"{name} has NaN or infinite values (beyond float32 counts as infinite) in {int(bad.sum())} rows, "
-                f"the first is row {int(bad.nonzero()[0])}: remove or repair them."
+                f"{name} has NaN or infinite values (beyond float32 counts as infinite) in {len(bad)} rows, "
+                f"the first is row {int(bad[0])}: remove or repair them."
             )
         return x
 
