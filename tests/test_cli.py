@@ -500,10 +500,13 @@ def test_a_certificate_can_be_saved_and_applied(saved: str, tmp_path: Path, caps
     new = write_npz(tmp_path / "new.npz", 200, seed=8, names=("bad", "good"))
     file = str(tmp_path / "certificate.json")
     assert main(["certify", saved, fresh, "--classes", "good", "--output", file, "--json"]) == 0
-    assert strict_json(capsys.readouterr().out)["certified"]
+    certified = strict_json(capsys.readouterr().out)
+    assert certified["certified"]
+    assert '"good" (all others are rejected)' in certified["says"]
     assert main(["score", saved, new, "--certificate", file, "--json"]) == 0
-    rows = strict_json(capsys.readouterr().out)["rows"]
-    accepted = [row for row in rows if row["accepted"]]
+    facts = strict_json(capsys.readouterr().out)
+    assert facts["psi"]["bad"] is None  # the region shown is the one applied
+    accepted = [row for row in facts["rows"] if row["accepted"]]
     assert accepted
     assert {row["prediction"] for row in accepted} == {"good"}  # the certificate covers nothing else
     assert "alpha" in fails(capsys, "score", saved, new, "--certificate", file, "--alpha", "0.6")

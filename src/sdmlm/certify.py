@@ -66,6 +66,10 @@ class Certificate:
         return inside
 
     def __str__(self) -> str:
+        return self.sentence()
+
+    def sentence(self, class_names: Sequence[str] | None = None) -> str:
+        """What is certified, in words."""
         if self.region is None:
             return (
                 f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: give more points, "
@@ -73,7 +77,8 @@ class Certificate:
             )
         covered = "each predicted class"
         if len(self.classes) < len(self.region.psi):
-            covered = f"each prediction of class {', '.join(map(str, self.classes))} (all others are rejected)"
+            names = ", ".join(f"class {c}" if class_names is None else f'"{class_names[c]}"' for c in self.classes)
+            covered = f"each prediction of {names} (all others are rejected)"
         return (
             f"Certified: with probability at least {1 - self.delta:g}, the accuracy among the accepted is at least "
             f"{self.alpha} for {covered}, from q' {self.region.q_min:g} on."

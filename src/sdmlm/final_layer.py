@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,21 @@ def check_halves(positive: Sequence[bool], name: str) -> None:
                 f"The {name} rows are too few for two halves of an SDM layer: {len(positive)} rows gave {count} {kind} "
                 "documents, and each half needs both kinds. Give more rows; hundreds are a start."
             )
+
+
+def positives(args: SDMConfig, n: int, epoch: int) -> list[bool]:
+    """Which of n rows stand with their positive in an epoch (from 1; the choice over D_ca is epoch 0, made once)."""
+    policy = NegativePolicy(args.gamma_plus, 0.0, 0.0, seed=args.seed)
+    return [policy.draw(i, epoch).positive for i in range(n)]
+
+
+def check_draws(args: SDMConfig, n_train: int, n_calibration: int) -> None:
+    """Refuse row counts that leave some SDM layer of the run without both classes in both halves."""
+    check_halves(positives(args, n_calibration, 0), "calibration")
+    if args.loss == "sdm":
+        # Every epoch halves its own documents; with many rows chance cannot fail, so the first will do.
+        for epoch in range(1, 1 + (math.ceil(args.num_train_epochs) if n_train < 1000 else 1)):
+            check_halves(positives(args, n_train, epoch), "train")
 
 
 def fit_once(

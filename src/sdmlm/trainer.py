@@ -36,12 +36,13 @@ from sdmlm.encoding import IGNORED, Encoded, Encoder, VerificationTags, check_ro
 from sdmlm.estimator import SDMEstimator
 from sdmlm.final_layer import (
     SDM_FOLDER,
-    check_halves,
+    check_draws,
     completion_room,
     fit_final_layer,
     fit_once,
     layer_metrics,
     position_limit,
+    positives,
     save_final_layer,
 )
 from sdmlm.forward import (
@@ -124,18 +125,13 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             args.max_new_tokens = completion_room(self.encoder, [*self.rows, *self.calibration_rows])
 
         # D_ca: which prompts stand with their positive is drawn once, so that checkpoints see the same documents.
-        choice = NegativePolicy(args.gamma_plus, 0.0, 0.0, seed=args.seed)
-        self.calibration_positive = [choice.draw(i, epoch=0).positive for i in range(len(self.calibration_rows))]
-        check_halves(self.calibration_positive, "calibration")
+        self.calibration_positive = positives(args, len(self.calibration_rows), epoch=0)
+        check_draws(args, len(self.rows), len(self.calibration_rows))
         gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
         policy = NegativePolicy(args.gamma_plus, gamma_gen, args.gamma_diversity, args.seed)
         self.negatives = HardNegatives(
             policy, self.reward, args.max_new_tokens, args.temperature, args.num_generations, args.tokens_per_batch
         )
-        if args.loss == "sdm":
-            # Every epoch halves its own documents; with many rows chance cannot fail, so the first will do.
-            for epoch in range(1, 1 + (math.ceil(args.num_train_epochs) if len(self.rows) < 1000 else 1)):
-                check_halves([policy.draw(i, epoch).positive for i in range(len(self.rows))], "train")
 
         allow_inside(model)
         self._random = has_dropout(model) or args.neftune_noise_alpha is not None

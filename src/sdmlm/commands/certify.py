@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> None:
         region = certificate.region
         facts = None if region is None else {"q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
         head = {"certified": region is not None, "alpha": certificate.alpha, "delta": certificate.delta}
-        common.print_json({**head, "says": str(certificate), "region": facts, "tests": tests})
+        common.print_json({**head, "says": certificate.sentence(names), "region": facts, "tests": tests})
     else:
-        _show(args, str(certificate), tests)
+        _show(args, certificate.sentence(names), tests)
 
 
 def _classes(text: str | None, names: list[str]) -> list[int] | None:
@@ -77,3 +77,5 @@ def _show(args: argparse.Namespace, says: str, tests: list[dict[str, Any]]) -> N
             table.add_row(*cells, f"{test['p_value']:.2g}", "yes" if test["passed"] else "no")
         out.print(table)
     out.print(Text(says))
+    if args.output:
+        out.print(f"Written: {args.output}.", markup=False)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sdmlm.embedding_files import Embeddings
     from sdmlm.estimator import SDMEstimator
+    from sdmlm.region import HighReliabilityRegion
     from sdmlm.scores import Scores
 
 _SCORE_BLOCK = 20_000  # rows scored between two steps of the progress bar
@@ -192,9 +193,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def region_facts(estimator: SDMEstimator, names: Sequence[str]) -> dict[str, Any]:
+def region_facts(region: HighReliabilityRegion, names: Sequence[str]) -> dict[str, Any]:
     """The high-reliability region as plain values."""
-    region = estimator.region_
     return {"alpha": region.alpha, "q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
 
 

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 def rehearse(args: argparse.Namespace, plan: Plan) -> None:
     """Lengths, classes, memory, steps, and three documents as the loss sees them; fails where training would."""
-    from sdmlm.final_layer import check_halves
+    from sdmlm.final_layer import check_draws, positives
 
     encoded, lengths = _encode_all(plan)
-    positive = {name: _drawn(plan, name) for name in ("train", "calibration")}
+    positive = {
+        "train": positives(plan.config, len(plan.train), epoch=1),
+        "calibration": positives(plan.config, len(plan.calibration), epoch=0),
+    }
     facts = {
         "model": plan.settings["model"],
         "data": plan.data,
@@ -40,19 +43,9 @@ def rehearse(args: argparse.Namespace, plan: Plan) -> None:
         # Nothing would be trained: say so as training would.
         for source in plan.sources:
             calibrate.check_lengths(plan.encoder, source.rows, source.source)
-    for name, p in positive.items():
-        check_halves(p, name)
+    check_draws(plan.config, len(plan.train), len(plan.calibration))
     if calibrate.is_main():
         common.console(args).print("Dry run: nothing was trained or written.")
-
-
-def _drawn(plan: Plan, name: str) -> list[bool]:
-    """Which rows stand with their positive: of the training rows in the first epoch, of the calibration rows always."""
-    from sdmlm.negatives import NegativePolicy
-
-    policy = NegativePolicy(plan.config.gamma_plus, 0.0, 0.0, seed=plan.config.seed)
-    rows, epoch = (plan.train, 1) if name == "train" else (plan.calibration, 0)
-    return [policy.draw(i, epoch).positive for i in range(len(rows))]
 
 
 def _encode_all(plan: Plan) -> tuple[list[tuple[Encoded, Encoded] | None], dict[str, Any]]:

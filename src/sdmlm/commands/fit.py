@@ -88,7 +88,7 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
             "accuracy_accepted": right[own & inside].mean() if (own & inside).any() else None,
         }
     return {
-        **common.region_facts(estimator, names),
+        **common.region_facts(region, names),
         "loss": estimator.loss_,
         "rounds": len(estimator.layers_) if estimator.ensemble else estimator.rounds,
         "support": len(estimator.layers_[0].support),

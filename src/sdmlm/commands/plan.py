@@ -64,6 +64,8 @@ def read_settings(args: argparse.Namespace, record: dict[str, Any] | None) -> tu
             raise ValueError(f"--{name} is missing: give it, or a recipe that has it.")
     if settings.get("lora_r") is not None and settings["lora_r"] < 1:
         raise ValueError(f"lora_r is {settings['lora_r']} but must be at least 1.")
+    if settings.get("lora_alpha") is not None and not settings["lora_alpha"] > 0:
+        raise ValueError(f"lora_alpha is {settings['lora_alpha']} but must be above 0.")
     fields = {name: value for name, value in settings.items() if name not in OPTIONS}
     return settings, SDMConfig(**{"report_to": "none", **fields, "output_dir": settings.get("output")})
 
@@ -202,5 +204,5 @@ def lora(settings: dict[str, Any]) -> Any:
     from peft import LoraConfig
 
     rank = settings["lora_r"]
-    scale = settings.get("lora_alpha") or 2 * rank
+    scale = 2 * rank if settings.get("lora_alpha") is None else settings["lora_alpha"]
     return LoraConfig(r=rank, lora_alpha=scale, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")

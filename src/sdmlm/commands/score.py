@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.commands import common
@@ -13,6 +14,7 @@ from sdmlm.commands import common
 if TYPE_CHECKING:
     from sdmlm.embedding_files import Embeddings
     from sdmlm.estimator import SDMEstimator
+    from sdmlm.region import HighReliabilityRegion
     from sdmlm.scores import Scores
 
 EXAMPLES = """\
@@ -49,8 +51,9 @@ def run(args: argparse.Namespace) -> None:
     if data.y is not None:
         common.labels_of(data, args.embeddings)
     scores = common.score_rows(estimator, data.X)
+    region = estimator.region_
     if args.certificate is not None:
-        scores = _certified(scores, estimator, args.certificate)
+        scores, region = _certified(scores, estimator, args.certificate)
     rows = decision_rows(estimator, data, scores, names)
     if args.output:
         write = _csv if args.output.endswith(".csv") else _jsonl
@@ -60,24 +63,29 @@ def run(args: argparse.Namespace) -> None:
 
         title = f"SDM decisions on {args.embeddings}"
         write_report(args.report, estimator, data, scores, title=title, class_names=names)
-    facts = summary(estimator, data, scores, names)
+    facts = {**common.region_facts(region, names), "summary": summary(estimator, data, scores, names)}
     if args.json:
         common.print_json({**facts, "output": args.output, "report": args.report, "rows": rows})
     else:
         _show(args, estimator, data, scores, names, facts)
 
 
-def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> Scores:
-    """The scores with the certified region in place of the estimated one."""
+def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> tuple[Scores, HighReliabilityRegion]:
+    """The scores with the certified region in place of the estimated one, and that region."""
     from sdmlm.certify import Certificate
+    from sdmlm.region import HighReliabilityRegion
 
     certificate = Certificate.load(path)
+    if len(estimator.layers_) > 1:
+        raise ValueError("A certificate is for a single model, and this estimator is an ensemble.")
     if certificate.alpha != estimator.alpha_:
         raise ValueError(f"{path} is for alpha {certificate.alpha:g}: give --alpha {certificate.alpha:g} with it.")
-    if certificate.region is None:
-        common.warn(f"{path} certifies nothing, so nothing is accepted.")
     inside = certificate.accepts(scores)
-    return dataclasses.replace(scores, accepted=inside, accepted_lower=scores.accepted_lower & inside)
+    region = certificate.region
+    if region is None:
+        common.warn(f"{path} certifies nothing, so nothing is accepted.")
+        region = HighReliabilityRegion(certificate.alpha, math.inf, (math.inf,) * scores.p.shape[1])
+    return dataclasses.replace(scores, accepted=inside, accepted_lower=scores.accepted_lower & inside), region
 
 
 def decision_rows(estimator: SDMEstimator, data: Embeddings, scores: Scores, names: list[str]) -> list[dict[str, Any]]:
@@ -132,7 +140,7 @@ def summary(estimator: SDMEstimator, data: Embeddings, scores: Scores, names: li
         table = metrics_table(estimator, data, scores, names, "scored").json()
         counts["accuracy"] = float((scores.prediction == data.y).mean())
         counts["metrics"] = table["rows"]
-    return {**common.region_facts(estimator, names), "summary": counts}
+    return counts
 
 
 def metrics_table(estimator: SDMEstimator, data: Embeddings, scores: Scores, names: list[str], dataset: str) -> Any:
