@@ -106,3 +106,10 @@ def test_rescaled_similarity_bounds(q, p, other):
 def test_log_base():
     z, q, d = torch.tensor([[0.3, -1.0]]).double(), torch.tensor([6]), torch.tensor([0.5])
     assert float(log_sdm(z, q, d)[0, 1]) == pytest.approx(math.log(float(sdm(z, q, d)[0, 1]), 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_large_q(dtype):
+    p = sdm(torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([100_000]), torch.tensor([1.0]))
+    assert float(p[0, 0]) == pytest.approx(1.0)
+    assert float(rescaled_similarity(torch.tensor([2049]), torch.tensor([1.0], dtype=dtype))[0]) == 2049.0

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,3 +144,20 @@ def test_text_is_replaced_in_one_step(tmp_path, monkeypatch):
         write_text_atomically(tmp_path / "t", "new")
     assert (tmp_path / "t").read_text() == "old"
     assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_really_full_disk_is_named(tmp_path):
+    """A limit on the size of files stands in for a full disk: safetensors has an error of its own for it."""
+    code = f"""
+import resource, signal, sys, torch
+from sdmlm.artifacts import write_artifact
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_artifact({str(tmp_path / "a")!r}, "k", 1, {{}}, {{"t": torch.zeros(100_000)}}, {{}})
+except ValueError as error:
+    sys.exit(0 if "Could not save" in str(error) else 3)
+sys.exit(4)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert os.listdir(tmp_path) == []

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 from sklearn.base import clone
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_digits, load_iris
+from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -44,6 +45,16 @@ def test_probabilities_point_at_the_prediction_even_where_uniform(iris):
     for method in (classifier.predict_proba, classifier.decision_function):
         assert np.array_equal(classifier.classes_[method(far).argmax(axis=1)], classifier.predict(far))
     np.testing.assert_allclose(classifier.predict_proba(far).sum(axis=1), 1.0)
+
+
+def test_probabilities_never_exceed_one_so_proper_scores_work():
+    X, y = load_digits(return_X_y=True)
+    classifier = SDMClassifier(**SMALL).fit(X[:900], y[:900])
+    p = classifier.predict_proba(X)
+    assert p.max() == 1.0  # saturated, or nothing is shown
+    assert p.min() >= 0.0
+    assert np.isfinite(log_loss(y, p))
+    assert np.isfinite(cross_val_score(classifier, X[:600], y[:600], cv=2, scoring="neg_log_loss")).all()
 
 
 def test_pipeline_clone_and_grid_search(iris):

@@ -103,3 +103,19 @@ def test_a_damaged_npz_gives_nothing_but_value_errors(tmp_path):
         path.write_bytes(data)
         with contextlib.suppress(ValueError):  # a flipped byte may do no harm, but nothing else may be raised
             read_embeddings(path)
+
+
+def test_arrays_of_the_wrong_shape_are_named(tmp_path):
+    with open(tmp_path / "single.npz", "wb") as file:
+        np.save(file, X)
+    with pytest.raises(ValueError, match="single array"):
+        read_embeddings(tmp_path / "single.npz")
+    for name, value in {"y": 1, "ids": [["a"]] * 3, "texts": [["a"]] * 3}.items():
+        np.savez(tmp_path / "a.npz", X=X, **{name: value})
+        with pytest.raises(ValueError, match="per row"):
+            read_embeddings(tmp_path / "a.npz")
+
+
+def test_one_stray_label_costs_nothing(tmp_path):
+    np.savez(tmp_path / "a.npz", X=X, y=[0, 1, 10**12])
+    assert len(read_embeddings(tmp_path / "a.npz").class_names) == 3

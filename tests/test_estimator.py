@@ -165,6 +165,22 @@ def test_what_needs_a_single_model_says_so():
         ensemble.accepted_at(ensemble.score(X), [0.9])
     with pytest.raises(ValueError, match="certify works on a single model"):
         ensemble.certify(X, y)
+    with pytest.raises(ValueError, match="exclude works on a single model"):
+        ensemble.score(X, exclude=np.full(60, -1))
+
+
+def test_numpy_parameters_survive_saving(tmp_path):
+    X, y = blobs(60)
+    parameters = {**SMALL, "exemplar_dim": np.int64(8), "alpha": np.float64(0.8), "learning_rate": np.float32(0.01)}
+    estimator = SDMEstimator(**parameters).fit(X, y)
+    estimator.save_pretrained(tmp_path / "e")
+    assert same(SDMEstimator.from_pretrained(tmp_path / "e").score(X), estimator.score(X))
+
+
+def test_a_fit_that_diverges_says_so():
+    X, y = blobs(60)
+    with pytest.raises(ValueError, match="diverged"):
+        SDMEstimator(**{**SMALL, "learning_rate": 1e38}).fit(X, y)
 
 
 def test_given_calibration_split_is_used():
@@ -190,6 +206,18 @@ def test_halves_are_halves_and_lose_no_class(seed):
         counts = (labels[one] == c).sum(), (labels[two] == c).sum()
         assert min(counts) >= 1
         assert abs(counts[0] - counts[1]) <= 1
+
+
+def test_scores_do_not_depend_on_the_batch():
+    """Also for the points it was fitted on, which lie exactly on the steps of the eCDFs."""
+    X, y = blobs(400, dim=300)
+    estimator = SDMEstimator(alpha=0.8, **{**SMALL, "exemplar_dim": 200, "learning_rate": 1e-3}).fit(X, y)
+    whole = estimator.score(X)
+    single = [estimator.score(X[i : i + 1]) for i in range(len(X))]
+    assert np.array_equal(whole.q, np.concatenate([s.q for s in single]))
+    np.testing.assert_allclose(np.concatenate([s.d for s in single]), whole.d, atol=1e-12)
+    np.testing.assert_allclose(np.concatenate([s.p for s in single]), whole.p, atol=1e-9)
+    assert np.array_equal(whole.accepted, np.concatenate([s.accepted for s in single]))
 
 
 def test_lower_is_stricter_and_zero_q_is_out_of_distribution(fitted):
@@ -341,6 +369,8 @@ BROKEN[3, 1] = np.nan
         (*GOOD, {"center": "row"}, "center"),
         (*GOOD, {"index": "hnsw"}, "index"),
         (*GOOD, {"max_q": 0}, "max_q"),
+        (*GOOD, {"seed": None}, "seed"),
+        (GOOD[0], np.where(np.arange(40) == 3, 10**12, GOOD[1]), {}, "no point of class 2"),
     ],
 )
 def test_bad_input_to_fit_is_named(X, y, options, message):
@@ -359,6 +389,8 @@ def test_bad_input_to_fit_is_named(X, y, options, message):
         ({"calibration": (GOOD[0], GOOD[1] * 5)}, "label 5"),
         ({"calibration": (GOOD[0][:2], [0, 0])}, "class 1"),
         ({"calibration": (*GOOD, list(range(5, 45)))}, "both splits"),
+        ({"calibration": (GOOD[0],)}, "calibration must be"),
+        ({"documents": ["a"] * 40}, "documents must map"),
         ({"class_names": ["one"]}, "1 names but there are 2 classes"),
     ],
 )
@@ -377,6 +409,8 @@ def test_bad_input_to_score_is_named(fitted):
     with pytest.raises(ValueError, match="not fitted"):
         SDMEstimator().score(np.zeros((1, 2)))
     assert len(fitted.score(np.empty((0, 6)))) == 0
+    with pytest.raises(ValueError, match="k is 0"):
+        fitted.explain(np.zeros((1, 6)), k=0)
 
 
 def test_the_estimator_needs_no_language_model_library():

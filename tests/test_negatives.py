@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -145,6 +146,30 @@ def test_generation_leaves_room_for_the_suffix(model: LlamaForCausalLM, encoder:
     assert max(map(len, generate(model, cutting, PROMPTS, 5))) == 5
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_cut_prompt_keeps_a_token_however_long_the_generation(
+    model: LlamaForCausalLM, encoder: Encoder, bos: bool
+) -> None:
+    tokenizer = copy.deepcopy(encoder.tokenizer)
+    prompts = PROMPTS
+    if bos:
+        tokenizer.bos_token = "<|end|>"
+        prompts = [f"<|end|>{prompt}" for prompt in PROMPTS]
+    for length in (encoder.suffix_length + 3, encoder.suffix_length + 9):
+        cutting = Encoder(tokenizer, max_length=length, truncate_prompt=True)
+        for prompt, out in zip(prompts, generate(model, cutting, prompts, 1000), strict=True):
+            kept = min(len(cutting.encode_prompt(prompt)), 2)
+            assert 1 <= len(out) <= length - encoder.suffix_length - kept
+
+
+def test_a_prompt_that_cannot_be_generated_from_is_named_by_its_row(model: LlamaForCausalLM, encoder: Encoder) -> None:
+    rows = {3: {**ROWS[0], "prompt": "a"}, 7: {**ROWS[0], "prompt": "x" * 50}}
+    bounded = Encoder(encoder.tokenizer, max_length=encoder.suffix_length + 9)
+    negatives = HardNegatives(ALWAYS, exact_match, max_new_tokens=5)
+    with pytest.raises(ValueError, match="Row 7 needs"):
+        negatives.prepare(model, bounded, rows, [3, 7], epoch=2, step=0)
+
+
 def test_sampling_is_each_rows_own_and_follows_the_distribution(model: LlamaForCausalLM, encoder: Encoder) -> None:
     seeds = [[n] for n in range(len(PROMPTS))]
     together = generate(model, encoder, PROMPTS, 10, temperature=1.0, seeds=seeds)
@@ -246,6 +271,22 @@ def test_a_generation_that_the_reward_accepts_is_no_negative(encoder: Encoder) -
     negatives = HardNegatives(ALWAYS, lenient, max_new_tokens=40)
     attempts = negatives.prepare(Script(encoder, ANSWERS), encoder, ROWS, range(4), epoch=2, step=0)
     assert [a.body for a in attempts] == [None, None, None, ""]
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_reward_gets_the_columns_of_all_rows(encoder: Encoder, as_mapping: bool) -> None:
+    seen: list[Any] = []
+
+    def reward(prompts: list[str], completions: list[str], level: list[Any], **_: Any) -> list[int]:
+        seen.extend(level)
+        return [0] * len(prompts)
+
+    rows = [*ROWS[:3], {**ROWS[3], "level": 5}]
+    negatives = HardNegatives(ALWAYS, reward, max_new_tokens=40)
+    script = Script(encoder, ANSWERS)
+    for ids in ([0, 1], [2, 3]):
+        negatives.prepare(script, encoder, dict(enumerate(rows)) if as_mapping else rows, ids, epoch=2, step=0)
+    assert seen == [None, None, None, 5]
 
 
 def test_the_reference_is_no_negative_even_if_the_reward_says_so(encoder: Encoder) -> None:

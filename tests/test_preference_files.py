@@ -58,11 +58,6 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) ->
     assert read_preferences(write(tmp_path / "rows.jsonl", rows)).rows == rows
 
 
-def test_every_row_has_every_extra_column(tmp_path: Path) -> None:
-    rows = [ROWS[0], {k: v for k, v in ROWS[1].items() if k != "level"}]
-    assert [row["level"] for row in read_preferences(write(tmp_path / "rows.jsonl", rows)).rows] == [1, None]
-
-
 def test_tags_are_those_asked_for(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "b [Yes]"}]
     source = write(tmp_path / "rows.jsonl", rows)

@@ -158,3 +158,11 @@ def test_epsilon_at_alpha_one_is_infinite():
 def test_alpha_out_of_range(alpha):
     with pytest.raises(ValueError, match="alpha"):
         find_region(np.ones(2), np.ones((2, 2)), np.array([0, 1]), alpha)
+
+
+def test_snapping_moves_only_what_is_within_its_tolerance():
+    cdf = DistanceCDF([[1.0, 2.0], [2.5]])
+    x = np.array([0.9, 1.0 + 1e-7, 1.0 - 1e-7, 2.3, 2.5 + 1e-7, 9.0, np.inf])
+    assert cdf.snapped(x, np.full(7, 1e-6)).tolist() == [0.9, 1.0, 1.0, 2.3, 2.5, 9.0, np.inf]
+    assert cdf.snapped(x, np.zeros(7)).tolist() == x.tolist()
+    assert DistanceCDF([[], []]).snapped(x, np.ones(7)).tolist() == x.tolist()

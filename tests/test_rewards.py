@@ -55,6 +55,25 @@ def test_a_reward_gets_what_trl_would_give_it(chat: bool) -> None:
     }
 
 
+def test_a_column_that_some_rows_lack_is_none_there() -> None:
+    rows = [{k: v for k, v in ROWS[0].items() if k != "topic"}, {**ROWS[1], "level": 3}, ROWS[0]]
+    seen: dict[str, object] = {}
+
+    def reward(prompts: list[str], completions: list[object], **columns: list[object]) -> list[int]:
+        seen.update(columns)
+        return [0] * len(prompts)
+
+    apply_reward(reward, rows, ["e", "f", "g"])
+    assert {k: seen[k] for k in seen if k not in ("chosen", "rejected")} == {
+        "topic": [None, "y", "x"],
+        "level": [None, 3, None],
+    }
+    seen.clear()
+    apply_reward(reward, rows[:1], ["e"], columns_of_all=["prompt", "chosen", "topic"])
+    assert set(seen) == {"chosen", "rejected", "topic"}
+    assert seen["topic"] == [None]
+
+
 @pytest.mark.parametrize(
     "answers", [[0, 1], (False, True), [0.0, 1.0], np.array([0, 1]), torch.tensor([0.0, 1.0]), [np.int64(0), np.True_]]
 )

@@ -196,3 +196,23 @@ def test_empty_support_and_no_queries():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("offset", [0.0, 50.0])
+def test_tight_clusters_are_exact_and_change_to_double_precision(monkeypatch, offset):
+    """Two clusters far apart and very tight: in float32 every pair would be within the rounding error."""
+    rng = np.random.default_rng(5)
+    labels = rng.integers(0, 2, 500)
+    vectors = (10.0 * labels[:, None] + offset + 1e-4 * rng.normal(size=(500, 30))).astype(np.float32)
+    predictions = np.where(rng.random(500) < 0.05, 1 - labels, labels)
+    support = SupportSet(vectors, labels, predictions)
+    seen = []
+    original = support_module._Queries.__init__
+
+    def spy(self, owner, queries, excluded, dtype):
+        seen.append(dtype)
+        original(self, owner, queries, excluded, dtype)
+
+    monkeypatch.setattr(support_module._Queries, "__init__", spy)
+    assert_like_slow(support, vectors, labels, predictions, vectors[:40], predictions[:40], list(range(40)))
+    assert torch.float64 in seen

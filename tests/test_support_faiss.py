@@ -38,6 +38,16 @@ def test_it_says_that_it_is_approximate_and_mostly_right():
     assert approximate.query(vectors, predictions).q.max() <= 2048
 
 
+def test_small_blocks_give_the_same():
+    vectors, labels, predictions = problem(400)
+    exclude = np.arange(400)
+    whole = FaissSupportSet(vectors, labels, predictions)
+    small = FaissSupportSet(vectors, labels, predictions, memory_mb=0.1)
+    one, two = (s.query(vectors, predictions, exclude) for s in (whole, small))
+    assert (one.q == two.q).all()
+    assert (one.nearest == two.nearest).all()
+
+
 def test_padding_and_add():
     support = FaissSupportSet(np.eye(3, dtype=np.float32), [0, 1, 0], [0, 1, 0])
     support.add(2 * np.eye(3, dtype=np.float32), [1, 1, 1], [1, 1, 1])

@@ -24,7 +24,7 @@ from transformers.trainer_callback import TrainerState
 from sdmlm import trainer as trainer_module
 from sdmlm.encoding import IGNORED, Encoder, collate
 from sdmlm.estimator import SDMEstimator
-from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once
+from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once, read_final_layer_facts
 from sdmlm.forward import has_dropout
 from sdmlm.loss import sdm_next_token_loss
 from sdmlm.negatives import generate
@@ -394,6 +394,31 @@ def test_evaluation_is_one_pass_over_fixed_documents(tmp_path: Path) -> None:
     assert metrics["eval_q_min"] == estimator.region_.q_min
 
 
+@pytest.mark.parametrize("loss", ["sdm", "ce"])
+def test_states_beyond_the_budget_are_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    trainer = moved_on(make(tmp_path, loss=loss, tokens_per_batch=100))
+    kept: list[int] = []
+    read = trainer._read
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        h, counted = read(*args, **kwargs)
+        kept.append(counted.states.numel() * 4)
+        return h, counted
+
+    monkeypatch.setattr(trainer, "_read", look)
+    calls = counting_decoder(trainer.model)
+    in_one = trainer.evaluate()["eval_loss"]
+    assert sum(calls) == 24
+    monkeypatch.setattr(trainer_module, "STATES_BUDGET", kept[0])
+    assert trainer.evaluate()["eval_loss"] == in_one
+    for budget in (kept[0] - 1, 0):
+        calls.clear()
+        monkeypatch.setattr(trainer_module, "STATES_BUDGET", budget)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(in_one, rel=1e-5)
+        assert sum(calls) == 48
+    assert kept[1:] == [kept[0], 0, 0]
+
+
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, save_total_limit=1)  # evaluations after steps 1, 2, 3 and 4
     losses = iter([3.0, 1.0, 2.0, 4.0])
@@ -528,6 +553,32 @@ def test_lora(tmp_path: Path) -> None:
     assert facts["fingerprint"] == fingerprint(again.get_base_model().state_dict())
 
 
+@pytest.mark.parametrize("mark", ["is_loaded_in_4bit", "is_loaded_in_8bit", None])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_quantised_model_is_prepared_for_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str | None, checkpointing: bool
+) -> None:
+    """Only that it is asked for: bitsandbytes needs a GPU."""
+    import peft
+
+    asked: list[Any] = []
+
+    def prepare(model: Any, use_gradient_checkpointing: bool, gradient_checkpointing_kwargs: Any) -> Any:
+        assert not isinstance(model, peft.PeftModel)
+        asked.append((use_gradient_checkpointing, gradient_checkpointing_kwargs))
+        delattr(model, str(mark))  # Trainer looks for bitsandbytes where it finds the mark
+        return model
+
+    monkeypatch.setattr(peft, "prepare_model_for_kbit_training", prepare)
+    model = tiny_lm()
+    if mark:
+        setattr(model, mark, True)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    trainer = make(tmp_path, model=model, peft_config=lora, gradient_checkpointing=checkpointing)
+    assert asked == ([(checkpointing, {"use_reentrant": False})] if mark else [])
+    assert isinstance(trainer.model, peft.PeftModel)
+
+
 def test_a_model_in_bfloat16_has_the_same_fingerprint() -> None:
     model = tiny_lm()
     assert fingerprint(model.state_dict()) == fingerprint(tiny_lm().bfloat16().state_dict())
@@ -585,6 +636,28 @@ def test_a_full_disk_in_save_model_is_named(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "saved" / "sdm" / "lm.json").is_file()
 
 
+def test_a_save_of_the_final_layer_that_was_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    trainer.fit_final_layer()
+    trainer.save_model(str(tmp_path / "saved"))
+    folder = tmp_path / "saved" / "sdm"
+    facts = read_final_layer_facts(folder)
+    assert facts["fingerprint"] == fingerprint(trainer.model.state_dict())
+    trainer.args.sdm_epochs += 1
+    trainer.fit_final_layer()
+    with monkeypatch.context() as patch:
+        patch.setattr("sdmlm.final_layer.write_text_atomically", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.save_model(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"lm\.json belongs to another SDM layer.*sdmlm calibrate --force"):
+        read_final_layer_facts(folder)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert read_final_layer_facts(folder)["estimator_sha256"] != facts["estimator_sha256"]
+    (folder / "lm.json").write_text("{}")
+    with pytest.raises(ValueError, match="no whole SDM layer"):
+        read_final_layer_facts(folder)
+
+
 # Bad input
 
 
@@ -632,6 +705,12 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         ({"gamma_gen": 1.5}, "gamma_gen is 1.5"),
         ({"alpha": 0.4}, "alpha"),
         ({"verification_tags": "{"}, "verification_tags"),
+        ({"loss": "ce", "sdm_center": "x"}, "^sdm_center is 'x'"),
+        ({"loss": "ce", "exemplar_dim": 0}, "^exemplar_dim is 0"),
+        ({"loss": "ce", "sdm_epochs": 0}, "^sdm_epochs is 0"),
+        ({"loss": "ce", "sdm_batch_size": 0}, "^sdm_batch_size is 0"),
+        ({"loss": "ce", "sdm_rounds": 1.5}, "^sdm_rounds is 1.5"),
+        ({"loss": "ce", "sdm_learning_rate": math.nan}, "^sdm_learning_rate is nan"),
     ):
         with pytest.raises(ValueError, match=match):
             tiny_config(tmp_path, **wrong)
@@ -641,6 +720,22 @@ def test_long_prompts_are_cut_only_when_asked(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, truncate_prompt=True)
     trainer = SDMTrainer(tiny_lm(), config, changed(prompt="a" * 80), copy_rows(24, 1), tiny_tokenizer())
     assert len(trainer._encoded[5][0].input_ids) == 64
+
+
+def test_hard_negatives_of_cut_prompts(tmp_path: Path) -> None:
+    """The longest generation is longer than max_length: the rows train, so their prompts are generated from too."""
+    config = tiny_config(tmp_path, max_length=32, truncate_prompt=True, gamma_gen=1.0, gamma_diversity=1.0)
+    rows, held_out = copy_rows(32, 0, letters=12), copy_rows(24, 1, letters=12)
+    for n, row in enumerate([*rows, *held_out]):
+        row["prompt"] = "abc" * (n % 9) + row["prompt"]
+    trainer = SDMTrainer(tiny_lm(), config, rows, held_out, tiny_tokenizer())
+    assert config.max_length < trainer.args.max_new_tokens + 2 * trainer.encoder.suffix_length
+    assert max(len(e.input_ids) for pair in trainer._encoded for e in pair) == 32
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert max(logged(trainer, "hard_negatives")) > 0
+    assert max(len(e.input_ids) for e in trainer._encoded_documents) <= 32
+    assert trainer.estimator is not None
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ Q_SOFTMAX = 2.718281828459045 - 2.0
 
 
 def _log_base(z: Tensor, q: Tensor) -> Tensor:
-    """ln(2 + q), in the precision of z."""
-    return torch.log(2.0 + q.detach().to(z.dtype))
+    """ln(2 + q), in the precision of z; q itself may be too large for that."""
+    return torch.log(2.0 + q.detach().double()).to(z.dtype)
 
 
 def _scaled(z: Tensor, q: Tensor, d: Tensor) -> Tensor:
@@ -51,5 +51,6 @@ def sdm_loss(z: Tensor, q: Tensor, d: Tensor, y: Tensor) -> Tensor:
 
 def rescaled_similarity(q: Tensor, p_predicted: Tensor) -> Tensor:
     """q' = min(q, (2+q)^p) with p the SDM output at the predicted class; (N,). q = 0 gives 0."""
-    q = q.to(p_predicted.dtype)
-    return torch.minimum(q, (2.0 + q) ** p_predicted)
+    wide = torch.promote_types(p_predicted.dtype, torch.float32)  # half precision cannot count to 2,049
+    q, p = q.to(wide), p_predicted.to(wide)
+    return torch.minimum(q, (2.0 + q) ** p)

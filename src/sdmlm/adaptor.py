@@ -132,6 +132,8 @@ def train_adaptor(
         for batch in torch.randperm(n, generator=generator).to(device).split(batch_size):
             total += _step(optimizer, weights, x[batch], q[batch], d[batch], y[batch]) * len(batch)
         h_ca = F.linear(x_ca, weights[0], weights[1])
+        if not (math.isfinite(total) and bool(h_ca.sum().isfinite())):
+            raise ValueError(f"Training diverged in epoch {epoch}: lower the learning rate, now {learning_rate:g}.")
         z_ca = F.linear(h_ca, weights[2], weights[3])
         q_ca, d_ca = torch.full_like(z_ca[:, 0], Q_SOFTMAX), torch.ones_like(z_ca[:, 0])
         if loss == "sdm":
@@ -163,6 +165,10 @@ def train_adaptor(
                 kept.copy_(w)
         if on_epoch is not None:
             on_epoch(row)
+    if not math.isfinite(best_loss):
+        raise ValueError(
+            f"Training diverged (no epoch has a finite loss): lower the learning rate, now {learning_rate:g}."
+        )
     return Training(ExemplarAdaptor(mean, std, *best), best_loss, history)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,6 +49,7 @@ def write_artifact(
             path.write_text(json.dumps({**head, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             _flush(path)
             os.replace(path, folder / CONFIG)
+        _flush(folder)
     except BaseException as error:  # Ctrl-C too: what was there before stays, what is new goes
         for path in written:
             if path.name not in old:
@@ -55,9 +57,9 @@ def write_artifact(
         if not existed:
             with contextlib.suppress(OSError):  # somebody else's files came in between, or it was never made
                 folder.rmdir()
-        if not isinstance(error, OSError):
+        if not isinstance(error, (OSError, SafetensorError)):
             raise
-        reason = error.strerror or error
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(f"Could not save to {folder}: {reason}. What was there before is intact.") from error
     for name in old - {tensor_file["name"], text_file["name"]}:
         (folder / name).unlink(missing_ok=True)
@@ -121,8 +123,11 @@ def _into_place(path: Path, stem: str, suffix: str, written: list[Path]) -> dict
 
 
 def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sha256(path: Path) -> str:

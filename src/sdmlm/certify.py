@@ -71,10 +71,8 @@ class Certificate:
     def sentence(self, class_names: Sequence[str] | None = None) -> str:
         """What is certified, in words."""
         if self.region is None:
-            return (
-                f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: give more points, "
-                "or a lower alpha."
-            )
+            fix = "no number of points can show that nothing is ever wrong" if self.alpha == 1 else "give more points"
+            return f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: {fix}, or a lower alpha."
         covered = "each predicted class"
         if len(self.classes) < len(self.region.psi):
             names = ", ".join(f"class {c}" if class_names is None else f'"{class_names[c]}"' for c in self.classes)

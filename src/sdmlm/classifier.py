@@ -90,9 +90,7 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         the largest entry is the prediction here as with every scikit-learn classifier.
         """
         scores = self.scores(X)
-        p, rows = scores.p.copy(), np.arange(len(scores))
-        p[rows, scores.prediction] = np.nextafter(p.max(axis=1), 2.0)
-        return p
+        return _led_by(scores.p.copy(), scores.prediction, least=0.0)
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """The logits of the SDM output, d ln(2+q) z', (N, C); for two classes their difference (N,).
@@ -101,11 +99,19 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         scores = self.scores(X)
         logits = scores.z * (scores.d * np.log(2.0 + scores.q))[:, None]
-        rows = np.arange(len(scores))
-        logits[rows, scores.prediction] = np.nextafter(logits.max(axis=1), np.inf)
+        logits = _led_by(logits, scores.prediction, least=-np.inf)
         decision: NDArray[np.float64] = logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits
         return decision
 
     def _labels(self, scores: Scores) -> NDArray[Any]:
         labels: NDArray[Any] = self.classes_[scores.prediction]
         return labels
+
+
+def _led_by(values: NDArray[np.float64], prediction: NDArray[np.int64], least: float) -> NDArray[np.float64]:
+    """Where the prediction shares the largest value with other classes, these give way by one rounding error."""
+    rows = np.arange(len(values))
+    top = values[rows, prediction]
+    tied = values >= top[:, None]
+    tied[rows, prediction] = False
+    return np.where(tied, np.nextafter(np.broadcast_to(top[:, None], values.shape), least), values)

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from sdmlm.encoding import VerificationTags
-from sdmlm.region import check_alpha
+from sdmlm.estimator import SDMEstimator
 
 
 @dataclass
@@ -80,13 +80,21 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         if self.loss not in ("sdm", "ce"):
             raise ValueError(f'loss is {self.loss!r} but must be "sdm" or "ce".')
-        check_alpha(self.alpha)
+        self._check_estimator()
         for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be a probability between 0 and 1.")
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()
+
+    def _check_estimator(self) -> None:
+        """Refuse now what the SDM layer would refuse later: with `loss="ce"` the first one comes after training."""
+        try:
+            SDMEstimator(**self.estimator_parameters())._check_parameters()
+        except ValueError as error:  # it begins with the estimator's name of a setting, which may have a prefix here
+            own = f"sdm_{str(error).split()[0]}"
+            raise ValueError(f"{'sdm_' if hasattr(self, own) else ''}{error}") from None
 
     def tags(self) -> VerificationTags:
         """The verification tags."""

@@ -75,6 +75,9 @@ def read_embeddings(path: str | Path, class_names: Sequence[str] | None = None) 
         raise ValueError(f"{path} is empty: it holds no embeddings.")
     n = len(X)
     for name, column in columns.items():
+        shape = np.shape(column) if isinstance(column, np.ndarray) else (len(column),)
+        if name in ("label", "id", "text") and len(shape) != 1:
+            raise ValueError(f"{path} has {name}s of shape {shape}: give one {name} per row.")
         if column is not None and len(column) != n:
             raise ValueError(f"{path} has {n} embeddings but {len(column)} entries of {name}: they must match.")
     ids = columns.get("id")
@@ -104,7 +107,8 @@ def _labels(values: Any, class_names: Sequence[str] | None, path: Path) -> tuple
         y = array.astype(np.int64)
         if y.ndim != 1:
             raise ValueError(f"{path} has labels of shape {y.shape}: give one label per row.")
-        found = [str(c) for c in range(int(y.max()) + 1)]
+        # A label beyond the number of rows is refused when fitting; naming all classes up to it could take gigabytes.
+        found = [str(c) for c in range(min(int(y.max()) + 1, len(y)))]
         return y, list(class_names or found)
     if any(v is None for v in array.tolist()):
         raise ValueError(f"{path} has rows without a label: give every row a label.")
@@ -128,7 +132,10 @@ def _matrix(values: Any, path: Path, name: str, dtype: Any) -> NDArray[Any] | No
 
 def _read_npz(path: Path) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        opened = np.load(path, allow_pickle=False)
+        if not isinstance(opened, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array, not named ones")
+        with opened as archive:
             found = {meaning: next((n for n in names if n in archive), None) for meaning, names in _NAMES.items()}
             return {meaning: archive[name] for meaning, name in found.items() if name is not None}
     except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:

@@ -124,6 +124,8 @@ class SDMEstimator:
         names = checked_ids(ids, len(x), "ids")
         given = None
         if calibration is not None:
+            if len(calibration) not in (2, 3):
+                raise ValueError("calibration must be (Xc, yc) or (Xc, yc, idsc).")
             x_ca, y_ca = self._matrix(calibration[0], "calibration X"), label_tensor(calibration[1], "calibration y")
             check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
             if x_ca.shape[1] != x.shape[1]:
@@ -139,6 +141,8 @@ class SDMEstimator:
             check_classes(y_ca, n_classes, "calibration y", least=1)
             given = x_ca, y_ca.to(x.device), names_ca
         check_classes(labels, n_classes, "y", least=1 if given else 2)
+        if documents is not None and not isinstance(documents, Mapping):
+            raise ValueError("documents must map ids to texts, such as dict(zip(ids, texts)).")
         if class_names is not None and len(class_names) != n_classes:
             raise ValueError(f"class_names has {len(class_names)} names but there are {n_classes} classes.")
 
@@ -245,6 +249,7 @@ class SDMEstimator:
         x = self._matrix(X, "X", self.n_features_in_, allow_empty=True)
         own = None if exclude is None else label_tensor(exclude, "exclude")
         if own is not None:
+            self._check_single("score with exclude")  # every round has a support of its own
             check_lengths("X", len(x), "exclude", len(own))
         first, *others = self.layers_
         scores = first.score(x, self.alpha_, own)
@@ -253,18 +258,13 @@ class SDMEstimator:
         accepted, accepted_lower = scores.accepted, scores.accepted_lower
         at = first.accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
         for layer in others:
-            other = layer.score(x, self.alpha_, None if own is None else self._translated(own, layer))
+            other = layer.score(x, self.alpha_)
             agree = other.prediction == scores.prediction
             accepted = accepted & other.accepted & agree
             accepted_lower = accepted_lower & other.accepted_lower & agree
             at &= layer.accepted_at(other.q_prime, other.p, other.prediction, ALPHA_GRID) & agree[:, None]
         highest = highest_alpha(at)
         return replace(scores, accepted=accepted, accepted_lower=accepted_lower, highest_alpha=highest)
-
-    def _translated(self, own: Tensor, layer: SDMLayer) -> Tensor:
-        """Support indices of the best layer as those of another: the same documents, or -1 if not in its support."""
-        first = self.layers_[0]
-        return torch.from_numpy(_positions([first.support_ids[i] if i >= 0 else None for i in own.tolist()], layer))
 
     def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
         """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
@@ -280,6 +280,8 @@ class SDMEstimator:
     def explain(self, X: ArrayLike | Tensor, k: int = 5) -> list[Explanation]:
         """For each row: the decision in a sentence, the k nearest support documents, and calibration peers."""
         self._check_fitted()
+        if k < 1:
+            raise ValueError(f"k is {k} but must be at least 1.")
         x = self._matrix(X, "X", self.n_features_in_)
         return explain_points(self.layers_[0], x, self.score(X), self.alpha_, self.documents_, k, self.class_names_)
 
@@ -342,7 +344,8 @@ class SDMEstimator:
             tensors.update({f"layer.{i}.{name}": value for name, value in parts.items()})
             rounds.append({"loss": layer.loss, "history": layer.history})
             ids.append({"support": layer.support_ids, "calibration": layer.calibration_ids})
-        parameters = {name: getattr(self, name) for name in _parameter_names() if name not in ("device", "progress")}
+        names = [name for name in _parameter_names() if name not in ("device", "progress")]
+        parameters = {name: plain_id(getattr(self, name)) for name in names}  # NumPy's numbers as plain ones
         config = {
             "sdmlm_version": __version__,
             "parameters": parameters,
@@ -415,8 +418,10 @@ class SDMEstimator:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} is {value!r} but must be a whole number of at least 1.")
-        if not isinstance(self.learning_rate, (int, float)) or not 0 < self.learning_rate < math.inf:
+        if not isinstance(self.learning_rate, (int, float, np.number)) or not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate is {self.learning_rate!r} but must be a positive number.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or self.seed < 0:
+            raise ValueError(f"seed is {self.seed!r} but must be a whole number of at least 0.")
         if self.center not in ("global", "feature"):
             raise ValueError(f'center is {self.center!r} but must be "global" or "feature".')
         if self.index not in ("exact", "faiss"):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sdmlm import __version__
 from sdmlm.activation import sdm_losses
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import CONFIG, write_text_atomically
 from sdmlm.config import SDMConfig
 from sdmlm.encoding import Encoder, check_rows, completion_text
 from sdmlm.estimator import SDMEstimator
@@ -173,12 +173,16 @@ def layer_metrics(estimator: SDMEstimator) -> dict[str, float]:
 def save_final_layer(
     folder: Path, estimator: SDMEstimator, weights: Mapping[str, Tensor], encoder: Encoder, args: SDMConfig
 ) -> None:
-    """`sdm/`: the estimator, and how documents are put to the model it was fitted over."""
+    """`sdm/`: the estimator, and how documents are put to the model it was fitted over.
+
+    lm.json comes last and names the estimator it belongs to, so that a save that was cut off in between can be told.
+    """
     estimator.save_pretrained(folder)
     tags = encoder.tags
     facts = {
         "format_version": 1,
         "sdmlm_version": __version__,
+        "estimator_sha256": _estimator_sha256(folder),
         "fingerprint": fingerprint(weights),
         "tags": {name: getattr(tags, name) for name in ("open", "close", "yes", "no", "separator")},
         "max_length": encoder.max_length,
@@ -193,6 +197,26 @@ def save_final_layer(
         },
     }  # fmt: skip
     write_text_atomically(folder / LM_FILE, json.dumps(facts, indent=2) + "\n")
+
+
+def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:
+    """lm.json of an `sdm/` folder, refused where it does not belong to the estimator beside it."""
+    folder = Path(folder)
+    try:
+        facts: dict[str, Any] = json.loads((folder / LM_FILE).read_text(encoding="utf-8"))
+        same = facts["estimator_sha256"] == _estimator_sha256(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} holds no whole SDM layer of a language model: run sdmlm calibrate.") from error
+    if not same:
+        raise ValueError(
+            f"{folder / LM_FILE} belongs to another SDM layer than the one beside it, as when a save was cut off: run "
+            "sdmlm calibrate --force again."
+        )
+    return facts
+
+
+def _estimator_sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()  # it holds the checksums of the other files
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:

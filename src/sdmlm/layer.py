@@ -20,6 +20,9 @@ from sdmlm.support import SupportMatch, SupportSet
 # Where `highest_alpha` looks: every hundredth, and finer towards 1.
 ALPHA_GRID: tuple[float, ...] = (*(round(0.51 + 0.01 * i, 2) for i in range(49)), 0.995, 0.999, 1.0)
 
+# How much a distance may differ with the batch that h' was computed in, as a share of |h'|: some units of float32.
+_FLOAT_NOISE = 2e-6
+
 
 @dataclass(frozen=True)
 class Points:
@@ -90,8 +93,7 @@ class SDMLayer:
         predictions = z.argmax(dim=1)
         support = make_support(vectors, y, predictions)
         # Points of the training split ignore their own entry, and have an eCDF of their own (spec section 2).
-        found = support.query(vectors, predictions, exclude=torch.arange(len(y), device=y.device))
-        train_cdf = DistanceCDF.fit(found.d_nearest, y, found.q, n_classes)
+        train_cdf = _train_cdf(support, n_classes)
         vectors_ca, z_ca = adaptor(x_ca)
         return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history)
 
@@ -120,9 +122,15 @@ class SDMLayer:
         vectors, z = self.adaptor(x)
         z = z.cpu()
         found = _on_cpu(self.support.query(vectors, z.argmax(dim=1), exclude))
-        d = self.cdf.quantile(found.d_nearest)
+        noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
+
+        def quantile(cdf: DistanceCDF) -> Tensor:
+            d: Tensor = cdf.quantile(cdf.snapped(found.d_nearest, noise))
+            return d
+
+        d = quantile(self.cdf)
         if exclude is not None:
-            d = torch.where(exclude.cpu() >= 0, self.train_cdf.quantile(found.d_nearest), d)
+            d = torch.where(exclude.cpu() >= 0, quantile(self.train_cdf), d)
         return z, found, d
 
     def output(self, x: Tensor, exclude: Tensor | None = None) -> Tensor:
@@ -172,8 +180,16 @@ class SDMLayer:
         """Labelled points join the support; weights and predictions stay, q and d change, so the region is found anew."""
         vectors, z = self.adaptor(x)
         self.support.add(vectors, labels, z.argmax(dim=1))
+        self.train_cdf = _train_cdf(self.support, self.n_classes)
         self.support_ids = [*self.support_ids, *ids]
         self.calibrate()
+
+
+def _train_cdf(support: SupportSet, n_classes: int) -> DistanceCDF:
+    """The eCDF of the support's own points, each ignoring its entry."""
+    own = torch.arange(len(support), device=support.labels.device)
+    found = support.query(support.vectors, support.predictions, exclude=own)
+    return DistanceCDF.fit(found.d_nearest, support.labels, found.q, n_classes)
 
 
 def _on_cpu(found: SupportMatch) -> SupportMatch:

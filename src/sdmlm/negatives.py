@@ -67,16 +67,21 @@ def generate(
     seeds: Sequence[Sequence[int]] | None = None,
     tokens_per_batch: int = 8192,
     progress: bool = True,
+    rows: Sequence[object] | None = None,
 ) -> list[list[int]]:
     """Generated ids for each prompt, ending with `</verified>`, the end of turn, or at `max_new_tokens`.
 
     Greedy, or sampled at a `temperature` above 0 with one seed sequence per prompt. Prompts of like length share a
-    batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more.
+    batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more. `rows`
+    names the prompts in error messages (default: by position).
     """
     if temperature > 0 and seeds is None:
         raise ValueError("Sampling at a temperature needs one seed per prompt.")
     room = max_new_tokens if encoder.truncate_prompt else 1
-    ids = [encoder.encode_prompt(prompt, room, row=n) for n, prompt in enumerate(prompts)]
+    if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
+        room = max(1, min(room, encoder.max_length - encoder.suffix_length - 2))
+    names = range(len(prompts)) if rows is None else rows
+    ids = [encoder.encode_prompt(prompt, room, row) for prompt, row in zip(prompts, names, strict=True)]
     limits = [max_new_tokens] * len(ids)
     if encoder.max_length is not None:
         limits = [min(max_new_tokens, encoder.max_length - encoder.suffix_length - len(i)) for i in ids]
@@ -228,9 +233,12 @@ class HardNegatives:
             seeds,
             self.tokens_per_batch,
             progress,
+            tries,
         )
         bodies = [encoder.read(g)[0] for g in generated]  # the verdict says nothing about the body: r judges it
-        rewards = apply_reward(self.reward, [rows[i] for i in tries], bodies, encoder.tags)
+        every = rows.values() if isinstance(rows, Mapping) else rows
+        columns = dict.fromkeys(name for row in every for name in row) if tries else ()
+        rewards = apply_reward(self.reward, [rows[i] for i in tries], bodies, encoder.tags, columns)
         for i in wanted:
             self.attempts[epoch, i] = Attempt(epoch, step, i, None)
         for i, body, r in zip(tries, bodies, rewards, strict=True):

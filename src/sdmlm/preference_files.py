@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdmlm.encoding import COLUMNS, VerificationTags, check_rows
+from sdmlm.encoding import VerificationTags, check_rows
 
 Row = dict[str, Any]
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>.+))?")
@@ -51,20 +51,11 @@ def read_preferences(source: str, tags: VerificationTags | None = None) -> Prefe
         sha256 = _digest(rows)
     if not rows:
         raise ValueError(f"{source} is empty: it holds no rows.")
-    _fill_extra_columns(rows)
     try:
         check_rows(rows, tags)
     except ValueError as error:
         raise ValueError(f"{source}: {error} (Rows count from 0.)") from error
     return PreferenceRows(source, rows, sha256)
-
-
-def _fill_extra_columns(rows: list[Row]) -> None:
-    """A reward is given every column as a list, so a row without one of them has None there, as in a data set."""
-    extra = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
-    for row in rows:
-        for name in extra:
-            row.setdefault(name, None)
 
 
 def _text(source: str, content: bytes) -> str:

@@ -42,12 +42,28 @@ class DistanceCDF:
 
     def __init__(self, values: Sequence[Array]) -> None:
         self.values = [np.sort(_floats(v)) for v in values]  # per class, ascending
+        self._all = np.unique(np.concatenate(self.values)) if self.values else np.empty(0)
 
     @classmethod
     def fit(cls, d_nearest: Array, labels: Array, q: Array, n_classes: int) -> DistanceCDF:
         """Keep, for each true class, the distances of the points with q > 0."""
         distances, y, counted = _floats(d_nearest), _labels(labels), _floats(q) > 0
         return cls([distances[counted & (y == c)] for c in range(n_classes)])
+
+    def snapped(self, d_nearest: Array, tolerance: Array) -> Array:
+        """Distances (N,), those within their tolerance (N,) of a stored value replaced by the nearest such value.
+
+        A stored point that is scored again lies exactly on a step of its eCDF. The last bits of its h' depend on the
+        batch it comes in (float32 products do), and would move d by a whole step.
+        """
+        x, width = _floats(d_nearest), _floats(tolerance)
+        if len(self._all) == 0 or len(x) == 0:
+            return d_nearest
+        right = np.clip(np.searchsorted(self._all, x), 0, len(self._all) - 1)
+        left = np.maximum(right - 1, 0)
+        near = np.where(np.abs(self._all[left] - x) <= np.abs(self._all[right] - x), self._all[left], self._all[right])
+        with np.errstate(invalid="ignore"):  # an infinite distance is near nothing
+            return _like(np.where(np.abs(near - x) <= width, near, x), d_nearest)
 
     def quantile(self, d_nearest: Array, per_class: bool = False) -> Array:
         """d = min_c 1 - eCDF_c(d_nearest), (N,); with `per_class` the values before the minimum, (N, C).

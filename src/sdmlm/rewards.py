@@ -2,7 +2,7 @@
 
 A reward is a callable with TRL's signature, `(prompts, completions, **columns) -> list`, that answers 0 or 1 for each
 completion. It is given the bodies, without verification tags, in the format of the row (text or one assistant message),
-and every other column of the data set, `chosen` and `rejected` among them, as lists.
+and every other column of the data set, `chosen` and `rejected` among them, as lists, with None for a row that lacks it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sdmlm.encoding import VerificationTags, completion_text
@@ -59,13 +59,22 @@ def load_reward(reward: str | Reward | None) -> Reward:
 
 
 def apply_reward(
-    reward: Reward, rows: Sequence[Mapping[str, Any]], bodies: Sequence[str], tags: VerificationTags | None = None
+    reward: Reward,
+    rows: Sequence[Mapping[str, Any]],
+    bodies: Sequence[str],
+    tags: VerificationTags | None = None,
+    columns_of_all: Iterable[str] = (),
 ) -> list[int]:
-    """r of one body for each row; an answer of the wrong length or other than 0/1 is refused."""
+    """r of one body for each row; an answer of the wrong length or other than 0/1 is refused.
+
+    `columns_of_all` names the columns of the whole data set where `rows` are a part of it: a reward is always given
+    the same columns, whichever rows are judged.
+    """
     tags = tags or VerificationTags()
     if not rows:
         return []
-    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in rows[0] if name not in _ARGUMENTS}
+    names = dict.fromkeys([*columns_of_all, *(name for row in rows for name in row)])
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names if name not in _ARGUMENTS}
     for name in ("chosen", "rejected"):  # the tags are ours: a reward never sees them
         if name in columns:
             columns[name] = [_like(row[name], tags.strip_suffix(completion_text(row[name]))) for row in rows]

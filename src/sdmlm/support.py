@@ -7,13 +7,16 @@ single matrix product, block by block: no sort, no top-k, no cap, bounded memory
 
 Distances come from |a|^2 + |b|^2 - 2ab, which is fast but inexact. Whatever lies within the rounding error of a decision
 is recomputed from the differences in double precision, so the answers are those of exact arithmetic on the given vectors
-(up to double-precision rounding), and a duplicate is at distance 0.
+(up to double-precision rounding), and a duplicate is at distance 0. Where that would be most of a batch (clusters that are
+tight beside their distance from each other), the batch starts again with products in double precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +138,7 @@ class SupportSet:
         indices = torch.full((len(vectors), k), -1, dtype=torch.long, device=vectors.device)
         for start in range(0, len(vectors), _QUERY_BLOCK):
             part = slice(start, start + _QUERY_BLOCK)
-            row, rank, distance, index = _Queries(self, vectors[part], excluded[part]).smallest(k)
+            row, rank, distance, index = self._closely(vectors[part], excluded[part], lambda q: q.smallest(k))
             distances[start + row, rank], indices[start + row, rank] = distance.sqrt(), index
         return distances, indices
 
@@ -144,12 +147,22 @@ class SupportSet:
     def _query_class(self, vectors: Tensor, c: int, excluded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, squared distance and index of the nearest, for queries that are all predicted as c."""
         start, end = self._spans.get(c, (0, 0))
-        queries = _Queries(self, vectors, excluded)
-        stop, stop_at = queries.nearest((0, start), (end, len(self)))
-        q, near, near_at = queries.count_below(stop, (start, end))
+
+        def both(queries: _Queries) -> tuple[Tensor, ...]:
+            stop, stop_at = queries.nearest((0, start), (end, len(self)))
+            return stop, stop_at, *queries.count_below(stop, (start, end))
+
+        stop, stop_at, q, near, near_at = self._closely(vectors, excluded, both)
         # Of two equally near vectors the one with the lower index, so that the order of the groups does not show.
         first = (near < stop) | ((near == stop) & (near_at < stop_at) & (near_at >= 0))
         return q, torch.where(first, near, stop), torch.where(first, near_at, stop_at)
+
+    def _closely(self, vectors: Tensor, excluded: Tensor, ask: Callable[[_Queries], tuple[Tensor, ...]]) -> Any:
+        """Ask in the vectors' own precision, or, if too much lies too close together for that, in double."""
+        try:
+            return ask(_Queries(self, vectors, excluded, vectors.dtype))
+        except _TooClose:
+            return ask(_Queries(self, vectors, excluded, torch.float64))
 
     def _queries(self, vectors: ArrayLike | Tensor) -> Tensor:
         vectors = as_vectors(vectors).to(self._vectors)
@@ -172,12 +185,19 @@ class SupportSet:
         return torch.where(exclude >= 0, self._rows[exclude.clamp(min=0)], -1)
 
 
+class _TooClose(Exception):
+    """More pairs need their exact distance than a product in double precision would cost."""
+
+
 class _Queries:
     """A batch of queries against the arranged rows of a support: blocked distances and their exact values."""
 
-    def __init__(self, support: SupportSet, vectors: Tensor, excluded: Tensor) -> None:
+    def __init__(self, support: SupportSet, vectors: Tensor, excluded: Tensor, dtype: torch.dtype) -> None:
         self.support, self.vectors, self.excluded, self.n = support, vectors, excluded, len(vectors)
-        self.near = vectors if support._shift is None else vectors - support._shift
+        # An exact pair costs about as much as sixty entries of a product in double precision.
+        self._pairs_left = math.inf if dtype == torch.float64 else self.n * max(32.0, len(support) / 60)
+        near = vectors.to(dtype)
+        self.near = near if support._shift is None else near - support._shift.to(dtype)
         norm = self.near.square().sum(dim=1)
         self.norm = norm.double()
         # Bounds the rounding errors of two approximate squared distances together.
@@ -200,7 +220,12 @@ class _Queries:
         for first, last in spans:
             for start in range(first, last, columns):
                 end = min(start + columns, last)
-                block = torch.addmm(support._norms[start:end], self.near, support._near[start:end].T, alpha=-2.0)
+                rows, norms = support._near[start:end], support._norms[start:end]
+                if rows.dtype != self.near.dtype:
+                    rows = support._vectors[start:end].to(self.near.dtype)
+                    rows = rows if support._shift is None else rows - support._shift.to(rows.dtype)
+                    norms = rows.square().sum(dim=1)
+                block = torch.addmm(norms, self.near, rows.T, alpha=-2.0)
                 if some:
                     hit = ((self.excluded >= start) & (self.excluded < end)).nonzero().squeeze(1)
                     block[hit, self.excluded[hit] - start] = torch.inf
@@ -208,6 +233,9 @@ class _Queries:
 
     def exact(self, row: Tensor, column: Tensor) -> Tensor:
         """Squared distances of (query, arranged row) pairs from their differences, in double precision."""
+        self._pairs_left -= len(row)
+        if self._pairs_left < 0:
+            raise _TooClose
         out = torch.empty(len(row), dtype=torch.float64, device=self.near.device)
         step = max(1, int(self.support.memory_mb * 2**20 / (4 * 8 * self.vectors.shape[1])))
         for start in range(0, len(row), step):

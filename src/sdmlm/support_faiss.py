@@ -63,13 +63,28 @@ class FaissSupportSet(SupportSet):
         self, vectors: ArrayLike | Tensor, predictions: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None
     ) -> SupportMatch:
         """As SupportSet.query, among the neighbours that the index finds."""
-        distances, indices = self.neighbors(vectors, min(self.max_q or len(self), len(self)), exclude)
-        wanted = torch.as_tensor(predictions, device=indices.device)[:, None]
-        labels, guesses = self.labels[indices.clamp(min=0)], self.predictions[indices.clamp(min=0)]
-        match = (labels == guesses) & (guesses == wanted) & (indices >= 0)
+        vectors = self._queries(vectors)
+        guesses = torch.as_tensor(predictions, device=vectors.device)
+        own = None if exclude is None else torch.as_tensor(exclude, device=vectors.device)
+        k = min(self.max_q or len(self), len(self))
+        # Neighbours come with a dozen arrays of their number: so many queries at a time that these fit.
+        step = max(1, int(self.memory_mb * 2**20 / (100 * max(1, k))))
+        parts = [
+            self._query_part(
+                vectors[s : s + step], guesses[s : s + step], None if own is None else own[s : s + step], k
+            )
+            for s in range(0, max(1, len(vectors)), step)
+        ]
+        return SupportMatch(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def _query_part(
+        self, vectors: Tensor, guesses: Tensor, own: Tensor | None, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        distances, indices = self.neighbors(vectors, k, own)
+        labels, predicted = self.labels[indices.clamp(min=0)], self.predictions[indices.clamp(min=0)]
+        match = (labels == predicted) & (predicted == guesses[:, None]) & (indices >= 0)
         stop = torch.where(match, torch.inf, distances).amin(dim=1, keepdim=True)
-        q = (match & (distances < stop)).sum(dim=1)
-        return SupportMatch(q, distances[:, 0], indices[:, 0])
+        return (match & (distances < stop)).sum(dim=1), distances[:, 0], indices[:, 0]
 
     def neighbors(
         self, vectors: ArrayLike | Tensor, k: int, exclude: ArrayLike | Tensor | None = None

@@ -65,6 +65,7 @@ from sdmlm.summary import summarize
 
 STATE = "sdm_state.json"
 LAYER = "sdm_layer"
+STATES_BUDGET = 2 * 2**30  # bytes of states that a process keeps between reading D_ca and taking its loss
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -73,8 +74,9 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
 
     model: a name, a path or a loaded model. eval_dataset: D_ca, the calibration set. processing_class: the tokenizer.
     reward_funcs: r, one function `(prompts, completions, **columns) -> list` of 0 and 1 or "module:function"; by default
-    the completion must equal `chosen`. peft_config: trains an adapter instead of all weights. `train()` ends with the
-    final SDM layer in `estimator`; `save_model` writes the model and, beside it, `sdm/`.
+    the completion must equal `chosen`. peft_config: trains an adapter instead of all weights; over a model loaded in 4 or
+    8 bits it is QLoRA, which no test of ours has run on a GPU. `train()` ends with the final SDM layer in `estimator`;
+    `save_model` writes the model and, beside it, `sdm/`.
     """
 
     def __init__(
@@ -106,8 +108,11 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
                 raise ValueError("SDMTrainer needs a tokenizer: give processing_class.")
             processing_class = AutoTokenizer.from_pretrained(name)
         if peft_config is not None:
-            from peft import get_peft_model
+            from peft import get_peft_model, prepare_model_for_kbit_training
 
+            if _is_quantised(model):
+                options = args.gradient_checkpointing_kwargs or {"use_reentrant": False}  # as Transformers has it
+                model = prepare_model_for_kbit_training(model, args.gradient_checkpointing, options)
             model = get_peft_model(model, peft_config)
         if isinstance(reward_funcs, (list, tuple)):
             if len(reward_funcs) != 1:
@@ -309,15 +314,17 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
     ) -> dict[str, float]:
         """The next-token loss over D_ca, with an SDM layer fitted over D_ca for the bases (`loss="sdm"`).
 
-        One pass over the LM: the states of the counted tokens are kept until the bases are known.
+        One pass over the LM: the states of the counted tokens are kept until the bases are known. Where they would take
+        more memory than STATES_BUDGET, a second pass makes them anew.
         """
         if eval_dataset is not None:
             raise ValueError("SDMTrainer evaluates over the calibration set it was made with: leave eval_dataset out.")
         start = time.perf_counter()
         labels = [int(positive) for positive in self.calibration_positive]
         encoded = [pair[1 - label] for pair, label in zip(self._encoded_ca, labels, strict=True)]
+        keep = self._transform is not None and self._bytes_of_states(encoded) <= STATES_BUDGET
         with self._phase("reading", "Evaluating: reading the calibration documents"):
-            h, counted = self._read(encoded, keep_states=self._transform is not None)
+            h, counted = self._read(encoded, keep_states=keep)
         metrics: dict[str, float] = {}
         base = torch.full((len(encoded),), math.e)
         if self.args.loss == "sdm":
@@ -328,7 +335,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
                 layer = estimator.layers_[0]
                 p = layer.output(h.to(layer.adaptor.weight.device), own)
                 base = (2 + p[torch.arange(len(labels)), torch.tensor(labels)]).float()
-        sums = self._loss_by_logits(encoded, base) if self._transform is None else self._loss_of(counted, base)
+        sums = self._loss_of(counted, base) if keep else self._loss_by_second_pass(encoded, base)
         total, tokens = self.accelerator.gather(sums[None]).sum(dim=0).tolist()
         metrics["loss"] = total / tokens
         metrics["runtime"] = time.perf_counter() - start
@@ -336,6 +343,12 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         self.log(named)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
+
+    def _bytes_of_states(self, encoded: Sequence[Encoded]) -> int:
+        """What the states at counted positions take in a process, in float32: the same number on each."""
+        tokens = sum(label != IGNORED for document in encoded for label in document.labels[1:])
+        width = inner_lm(self.model).config.get_text_config().hidden_size
+        return int(tokens * width * 4 // self.accelerator.num_processes)
 
     def _loss_of(self, counted: CountedStates, base: Tensor) -> Tensor:
         """Sum and number of the token losses of this process's kept states."""
@@ -356,12 +369,11 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             sums: Tensor = self.model(inside=inside)
         return sums
 
-    def _loss_by_logits(self, encoded: Sequence[Encoded], base: Tensor) -> Tensor:
-        """The same by a second pass, for a model whose logits only the model itself can make."""
+    def _loss_by_second_pass(self, encoded: Sequence[Encoded], base: Tensor) -> Tensor:
+        """The same where the states were not kept: too many, or only the model itself can make logits of them."""
 
         def inside(lm: Any, batch: dict[str, Tensor], numbers: Tensor) -> Tensor:
-            logits, _ = logits_and_states_of(lm, batch)
-            total = sdm_next_token_loss(logits, batch["labels"], base.to(numbers.device)[numbers], 1)
+            total = self._loss_inside(lm, batch, base.to(numbers.device)[numbers], 1)
             return torch.stack([total, (batch["labels"][:, 1:] != IGNORED).sum()])
 
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -517,6 +529,12 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
     def _times(self) -> dict[str, float]:
         names = [name for name in self._metrics if name.startswith("time/")]
         return {name: float(sum(self._metrics.pop(name))) for name in names}
+
+
+def _is_quantised(model: Any) -> bool:
+    """Whether Transformers loaded the weights in a few bits; by the marks that PEFT looks for, too."""
+    marks = ("is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method")
+    return any(getattr(model, mark, None) for mark in marks)
 
 
 def _checked(rows: Any, name: str, tags: VerificationTags) -> list[dict[str, Any]]:

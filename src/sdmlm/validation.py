@@ -43,7 +43,14 @@ def count_classes(labels: Tensor) -> int:
     found = torch.unique(labels)
     if len(found) < 2:
         raise ValueError(f"y holds only one class ({int(found[0])}): at least two classes are needed.")
-    return int(found[-1]) + 1
+    n_classes = int(found[-1]) + 1
+    if len(found) < n_classes:
+        gap = next(c for c in range(len(found) + 1) if c >= len(found) or int(found[c]) != c)
+        raise ValueError(
+            f"y has no point of class {gap} although it holds the label {n_classes - 1}: labels are 0..C-1, at least 2 "
+            "points of each class."
+        )
+    return n_classes
 
 
 def check_classes(labels: Tensor, n_classes: int, name: str, least: int) -> None:

@@ -100,7 +100,10 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _as_before(model: str) -> dict[str, Any]:
-    """How documents were put to this model when its SDM layer was fitted: a new layer must see them likewise."""
+    """How documents were put to this model when its SDM layer was fitted: a new layer must see them likewise.
+
+    Not by `read_final_layer_facts`: where a save was cut off, this command is the repair, and the older facts are right.
+    """
     try:
         facts = json.loads((Path(model) / "sdm" / "lm.json").read_text(encoding="utf-8"))
         return {"verification_tags": facts["tags"], **{name: facts[name] for name in ("max_length", "truncate_prompt")}}

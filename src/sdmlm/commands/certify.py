@@ -19,6 +19,7 @@ def add(subparsers: Any) -> None:
     parser = common.add_command(subparsers, "certify", help, EXAMPLES)
     parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help="labelled points that played no part in fitting")
+    parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
     parser.add_argument("--delta", type=float, default=0.05, metavar="P", help="chance of a wrong certificate (0.05)")
     parser.add_argument("--classes", metavar="C,...", help="predicted classes to cover, by name (all)")
     parser.add_argument("--output", metavar="FILE.json", help="save the certificate, for score --certificate")
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> None:
 
     common.check_output_file(args.output, ".json")
     estimator, names = common.load_estimator(args.estimator)
+    if args.alpha is not None:
+        estimator.recalibrate(args.alpha)
     data = read_embeddings(args.embeddings, names)
     y = common.labels_of(data, args.embeddings)
     known = {*estimator.layers_[0].support_ids, *estimator.layers_[0].calibration_ids}
