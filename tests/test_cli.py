@@ -511,3 +511,10 @@ def test_a_certificate_can_be_saved_and_applied(saved: str, tmp_path: Path, caps
     assert {row["prediction"] for row in accepted} == {"good"}  # the certificate covers nothing else
     assert "alpha" in fails(capsys, "score", saved, new, "--certificate", file, "--alpha", "0.6")
     assert "certificate" in fails(capsys, "score", saved, new, "--certificate", str(tmp_path / "fresh.npz"))
+    other = str(tmp_path / "other")
+    assert main(["fit", fresh, "--output", other, *SMALL]) == 0
+    capsys.readouterr()
+    assert "another estimator" in fails(capsys, "score", other, new, "--certificate", file)
+    assert "played no part" in fails(capsys, "certify", other, fresh)
+    assert main(["certify", saved, fresh, "--alpha", "0.8", "--json"]) == 0
+    assert strict_json(capsys.readouterr().out)["alpha"] == 0.8

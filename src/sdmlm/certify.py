@@ -53,6 +53,7 @@ class Certificate:
     classes: tuple[int, ...]
     region: HighReliabilityRegion | None
     tests: tuple[ThresholdTest, ...]
+    estimator: str | None = None  # digest of the estimator it was made for
 
     def accepts(self, scores: Scores) -> NDArray[np.bool_]:
         """Which points the certified region accepts; none if there is no certificate."""
@@ -101,7 +102,7 @@ class Certificate:
                 psi = tuple(math.inf if v is None else float(v) for v in region["psi"])
                 region = HighReliabilityRegion(float(region["alpha"]), float(region["q_min"]), psi)
             tests = tuple(ThresholdTest(**test) for test in facts["tests"])
-            return cls(facts["alpha"], facts["delta"], tuple(facts["classes"]), region, tests)
+            return cls(facts["alpha"], facts["delta"], tuple(facts["classes"]), region, tests, facts["estimator"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a readable certificate: make it with `sdmlm certify --output`.") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -297,10 +298,32 @@ class SDMEstimator:
         x, labels = self._matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
         check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
+        known = float((scores.d_nearest <= 1e-5 * float(layer.support.vectors.norm(dim=1).mean())).mean())
+        if known > 0.25:
+            raise ValueError(
+                f"{known:.0%} of these points are in the support: a certificate needs points that played no part in fitting."
+            )
         grid = threshold_grid(self.region_, layer.calibration.q_prime.numpy())
-        return certify_region(
+        certificate = certify_region(
             self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes
         )
+        return replace(certificate, estimator=self.digest())
+
+    def digest(self) -> str:
+        """A hash over everything that decisions rest on, except alpha: weights, support, calibration points."""
+        self._check_fitted()
+        digest = hashlib.sha256()
+        for layer in self.layers_:
+            parts = (
+                layer.adaptor.weight,
+                layer.adaptor.out_weight,
+                layer.support.labels,
+                layer.support.vectors,
+                layer.calibration.z,
+            )
+            for part in parts:
+                digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def region_(self) -> HighReliabilityRegion:

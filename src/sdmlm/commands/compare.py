@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> None:
     else:
         data, tests = _hold_out(data, args.embeddings, args.seed)
     parameters = common.estimator_parameters(args)
+    files_of_data = [data, *tests.values()]
+    if any(f.logits is not None for f in files_of_data) and any(f.logits is None for f in files_of_data):
+        common.warn("some files have the LM's logits and some do not, so its own rows are left out.")
     found = compare(data, tests, args.alpha, args.name, args.bootstrap, parameters.pop("seed"), True, **parameters)
     write_tables(files, found.table)
     first = next(iter(tests))

@@ -78,6 +78,8 @@ def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> tuple[Scor
     certificate = Certificate.load(path)
     if len(estimator.layers_) > 1:
         raise ValueError("A certificate is for a single model, and this estimator is an ensemble.")
+    if certificate.estimator != estimator.digest():
+        raise ValueError(f"{path} was made for another estimator, or before this one changed: certify again.")
     if certificate.alpha != estimator.alpha_:
         raise ValueError(f"{path} is for alpha {certificate.alpha:g}: give --alpha {certificate.alpha:g} with it.")
     inside = certificate.accepts(scores)
