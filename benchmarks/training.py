@@ -32,7 +32,7 @@ PROMPT = (
     "Only reply with the sentence in the XML <sentence> </sentence> followed by <verified>Yes</verified> if your answer "
     "correctly addressed the instructions, and <verified>No</verified> if it did not.\n"
 )
-BATCH, STEPS = 32, 12
+BATCH, STEPS = 32, 9
 
 
 def word_ordering(path: str, n: int) -> list[dict[str, str]]:
