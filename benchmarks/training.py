@@ -167,8 +167,6 @@ def epoch_share(model: str, rows: list[dict[str, str]]) -> dict[str, float]:
             logging_steps=1,
             save_strategy="no",
             load_best_model_at_end=False,
-            sdm_epochs=50,
-            sdm_learning_rate=1e-4,
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
@@ -201,7 +199,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--sentences", required=True)
     parser.add_argument("--only", choices=CONTENDERS)
-    parser.add_argument("--epoch-rows", type=int, default=1000)
+    parser.add_argument("--epoch-rows", type=int, default=800, help="rows of the whole epoch")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.only:
@@ -225,7 +223,7 @@ def main() -> None:
         "peak memory, sdm / TRL SFTTrainer": results["sdm"]["peak_mb"] / results["trl"]["peak_mb"],
         "generation, one at a time without cache / ours": results["generation"]["one_at_a_time"]
         / results["generation"]["each"],
-        "share of an SDM epoch outside the LM, generation apart": results["epoch"]["share"],
+        "share of an SDM epoch in SDM layers, q and d (default settings, generation apart)": results["epoch"]["share"],
     }
     table = Table("what", "ratio", title=f"Fine-tuning, {Path(args.model).name}, batch {BATCH}")
     for name, value in ratios.items():

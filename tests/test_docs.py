@@ -16,7 +16,6 @@ from sdmlm.cli import main
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES_WITH_CODE = [page for page in PAGES if re.search(r"^```(python|sh)$", page.read_text(encoding="utf-8"), re.M)]
-LATER = {"docs/results.md"}  # written once there are results
 NEEDS_NETWORK = "# needs a network"
 
 
@@ -98,8 +97,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        if linked.is_relative_to(ROOT) and name_of(linked) in LATER:
-            continue
         assert linked.exists(), f"{name_of(page)} links to {target}"
         if anchor:
             assert anchor in anchors(linked), f"{name_of(page)} links to {target}, which has no such heading"
@@ -134,7 +131,7 @@ def tree() -> list[str]:
 
 def test_file_tree_names_what_exists() -> None:
     for path in tree():
-        assert path in LATER or (ROOT / path).exists(), f"README.md names {path}"
+        assert (ROOT / path).exists(), f"README.md names {path}"
         assert path.endswith("/") == (ROOT / path).is_dir(), path
 
 

@@ -361,3 +361,27 @@ def test_several_generations_take_the_first_wrong_one(
 def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="num_generations"):
         HardNegatives(ALWAYS, exact_match, **{"max_new_tokens": 5, **wrong})
+
+
+def test_generation_sees_the_prompt_that_training_sees(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut prompt leaves room for the row's own completions, not for the longest that might be generated."""
+    import sdmlm.negatives as negatives
+
+    cutting = Encoder(encoder.tokenizer, max_length=60, truncate_prompt=True)
+    rows = [
+        {"prompt": "the fox and the dog " * 9, "chosen": "the fox", "rejected": "the dog and"},
+        {"prompt": "the dog " * 20, "chosen": "the fox and the dog", "rejected": "fox"},
+    ]
+    seen: dict[int, list[int]] = {}
+
+    def pretend(model: Any, enc: Encoder, batch: list[int], prompts: list[list[int]], *rest: Any) -> None:
+        seen.update({n: prompts[n] for n in batch})
+        for n in batch:
+            rest[-1][n].extend(enc.continuation("dog"))
+
+    monkeypatch.setattr(negatives, "_generate_batch", pretend)
+    store = HardNegatives(NegativePolicy(0.0, 1.0, 1.0, first_epoch=0), exact_match, max_new_tokens=50)
+    store.prepare(torch.nn.Identity(), cutting, rows, range(2), epoch=0, step=0, progress=False)
+    for n, row in enumerate(rows):
+        whole = cutting.encode(row["prompt"], max(row["chosen"], row["rejected"], key=len), True)
+        assert seen[n] == whole.input_ids[: whole.labels.index(next(x for x in whole.labels if x != -100))]

@@ -68,20 +68,23 @@ def generate(
     tokens_per_batch: int = 8192,
     progress: bool = True,
     rows: Sequence[object] | None = None,
+    rooms: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Generated ids for each prompt, ending with `</verified>`, the end of turn, or at `max_new_tokens`.
 
     Greedy, or sampled at a `temperature` above 0 with one seed sequence per prompt. Prompts of like length share a
     batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more. `rows`
-    names the prompts in error messages (default: by position).
+    names the prompts in error messages (default: by position). Where prompts are cut to fit, `rooms` says how many tokens
+    to leave for each completion (default: `max_new_tokens`).
     """
     if temperature > 0 and seeds is None:
         raise ValueError("Sampling at a temperature needs one seed per prompt.")
-    room = max_new_tokens if encoder.truncate_prompt else 1
+    if rooms is None or not encoder.truncate_prompt:
+        rooms = [max_new_tokens if encoder.truncate_prompt else 1] * len(prompts)
     if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
-        room = max(1, min(room, encoder.max_length - encoder.suffix_length - 2))
+        rooms = [max(1, min(room, encoder.max_length - encoder.suffix_length - 2)) for room in rooms]
     names = range(len(prompts)) if rows is None else rows
-    ids = [encoder.encode_prompt(prompt, room, row) for prompt, row in zip(prompts, names, strict=True)]
+    ids = [encoder.encode_prompt(prompt, *rest) for prompt, *rest in zip(prompts, rooms, names, strict=True)]
     limits = [max_new_tokens] * len(ids)
     if encoder.max_length is not None:
         limits = [min(max_new_tokens, encoder.max_length - encoder.suffix_length - len(i)) for i in ids]
@@ -234,6 +237,7 @@ class HardNegatives:
             self.tokens_per_batch,
             progress,
             tries,
+            [self._room(encoder, rows[i]) for i in tries] if encoder.truncate_prompt else None,
         )
         bodies = [encoder.read(g)[0] for g in generated]  # the verdict says nothing about the body: r judges it
         every = rows.values() if isinstance(rows, Mapping) else rows
@@ -245,6 +249,12 @@ class HardNegatives:
             if self.attempts[epoch, i].body is None and r == 0 and self._usable(encoder, rows[i], body):
                 self.attempts[epoch, i] = Attempt(epoch, step, i, body)
         return [self.attempts[epoch, i] for i in wanted]
+
+    @staticmethod
+    def _room(encoder: Encoder, row: Row) -> int:
+        """Tokens of the row's longer static body: with so many left, generation sees the prompt that training sees."""
+        bodies = [encoder.tags.strip_suffix(completion_text(row[name])) for name in ("chosen", "rejected")]
+        return max(len(encoder.continuation(body + encoder.tags.separator)) for body in bodies)
 
     @staticmethod
     def _usable(encoder: Encoder, row: Row, body: str) -> bool:
