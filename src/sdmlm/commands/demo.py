@@ -9,7 +9,7 @@ from sdmlm.commands import common
 
 EXAMPLES = """\
   sdmlm demo
-  sdmlm demo --fast --output /tmp/demo"""
+  sdmlm demo --fast --output runs/first-look"""
 
 
 def add(subparsers: Any) -> None:
