@@ -84,7 +84,7 @@ def generate(
     if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
         rooms = [max(1, min(room, encoder.max_length - encoder.suffix_length - 2)) for room in rooms]
     names = range(len(prompts)) if rows is None else rows
-    ids = [encoder.encode_prompt(prompt, *rest) for prompt, *rest in zip(prompts, rooms, names, strict=True)]
+    ids = [encoder.encode_prompt(prompt, room, row) for prompt, room, row in zip(prompts, rooms, names, strict=True)]
     limits = [max_new_tokens] * len(ids)
     if encoder.max_length is not None:
         limits = [min(max_new_tokens, encoder.max_length - encoder.suffix_length - len(i)) for i in ids]
