@@ -252,11 +252,11 @@ class _Queries:
         return best.distance, best.index
 
     def count_below(self, stop: Tensor, span: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """How many rows of the span lie strictly below `stop` (n,), and the nearest of them as in `nearest`."""
+        """How many rows of the span lie strictly below `stop` (n,), and the nearest of those up to it as in `nearest`."""
         here = (stop - self.norm).to(self.near.dtype)
         low, high = here - self.slack, here + self.slack
         q = self.full(0, torch.long)
-        best = _Nearest(self)
+        best = _Nearest(self, here)  # a match beyond the run-ender is not the nearest: no need to know it exactly
         for start, block in self.blocks(span):
             best.update(start, block)
             below = (block < low[:, None]).sum(dim=1)
@@ -295,13 +295,13 @@ class _Queries:
 
 
 class _Nearest:
-    """The exact nearest row seen so far, per query."""
+    """The exact nearest row seen so far, per query; rows beyond `bound` (n,), an approximate distance, are passed over."""
 
-    def __init__(self, queries: _Queries) -> None:
+    def __init__(self, queries: _Queries, bound: Tensor | None = None) -> None:
         self.queries = queries
         self.distance = queries.full(torch.inf, torch.float64)
         self.index = queries.full(-1, torch.long)
-        self._least = queries.full(torch.inf, queries.near.dtype)
+        self._least = queries.full(torch.inf, queries.near.dtype) if bound is None else bound
 
     def update(self, start: int, block: Tensor) -> None:
         """Take in a block: only entries within rounding error of the smallest so far are looked at exactly."""
@@ -330,7 +330,8 @@ def as_vectors(values: ArrayLike | Tensor) -> Tensor:
         raise ValueError(f"Expected a matrix of vectors (N, M), got shape {tuple(vectors.shape)}.")
     if vectors.dtype not in (torch.float32, torch.float64):
         vectors = vectors.float()
-    if not bool(torch.isfinite(vectors).all()):
+    # A sum is finite if all is (or it overflows: then look closely), and costs far less than a mask of all entries.
+    if not bool(vectors.sum().isfinite()) and not bool(torch.isfinite(vectors).all()):
         raise ValueError("The vectors contain NaN or infinite values: remove or repair those rows.")
     return vectors.detach().contiguous()
 
