@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_checks import fails, strict_json
 
 from sdmlm import __version__
 from sdmlm.cli import main
@@ -43,25 +44,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     assert main(["fit", data, "--output", str(folder / "estimator"), *SMALL]) == 0
     return str(folder / "estimator")
-
-
-def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Run a command that must fail: exit code 2, nothing on stdout, one line on stderr, which is returned."""
-    capsys.readouterr()
-    assert main(args) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("sdmlm: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    return err
-
-
-def strict_json(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 # The whole command

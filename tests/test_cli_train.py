@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_checks import fails, strict_json
 from tiny_lm import copy_rows, tiny_lm, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,24 +64,6 @@ def here(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 ROWS = ["--model", "model", "--data", "rows.jsonl", "--calibration", "calibration.jsonl"]
-
-
-def strict_json(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Run a command that must fail: exit code 2, nothing on stdout, one line on stderr, which is returned."""
-    capsys.readouterr()
-    assert main(args) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("sdmlm: ")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.fixture(scope="module")
