@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sdmlm import __version__
-from sdmlm.commands import calibrate, certify, compare, demo, explain, fit, score, train
+from sdmlm.commands import calibrate, certify, compare, data, demo, explain, fit, score, train
 
 EXAMPLES = """\
 examples:
@@ -18,6 +18,7 @@ examples:
   sdmlm explain runs/estimator test.npz --rows 0-3  why
   sdmlm compare train.npz --output runs/compare     against softmax, temperature, APS, RAPS
   sdmlm certify runs/estimator fresh.npz            a guarantee, from fresh points
+  sdmlm data word-ordering --sentences F --output DIR        rows for a task
   sdmlm train --model M --data rows.jsonl --output runs/lm   fine-tune a language model
   sdmlm calibrate runs/lm --data rows.jsonl         give a language model an SDM layer
 
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sdmlm {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (fit, score, explain, compare, certify, demo, train, calibrate):
+    for command in (fit, score, explain, compare, certify, demo, data, train, calibrate):
         command.add(subparsers)
     return parser
 

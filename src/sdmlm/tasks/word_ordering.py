@@ -1,0 +1,158 @@
+"""The paper's task: put the last words of a sentence back into order.
+
+The prompt gives the sentence without its last three words, and these shuffled; the answer is the sentence in XML. Each
+row has a negative of its own, another wrong order, one in ten with a `sentence` tag missing.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+from sdmlm.rewards import exact_match
+
+REFERENCE = "sentence"  # the column with the right answer
+PROMPT = (
+    "Complete the sentence '{start}' by reordering all of the following without adding new punctuation nor words: '{end}'. "
+    "Only reply with the sentence in the XML <sentence> </sentence> followed by <verified>Yes</verified> if your answer "
+    "correctly addressed the instructions, and <verified>No</verified> if it did not."
+)
+OPEN, CLOSE = "<sentence>", "</sentence>"
+UNTAGGED = 0.1  # of the negatives lose the opening tag, the closing tag or both, with equal probability
+
+reward = exact_match  # r: the body is the reference, tags included
+
+
+def answer(text: str) -> str | None:
+    """The first tagged sentence of a completion: what sentence accuracy looks at.
+
+    >>> answer("<sentence>Neat plans fail without luck.</sentence><sentence>Or not.</sentence>")
+    'Neat plans fail without luck.'
+    """
+    found = re.search(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
+    return found[1].strip() if found else None
+
+
+def make_row(sentence: str, suffix: int = 3, seed: int = 0) -> dict[str, str] | None:
+    """The row of a sentence, or None where its last words allow no two distinct wrong orders.
+
+    All chance comes from the seed and the sentence: neither the order nor the number of sentences changes a row.
+
+    >>> row = make_row("Neat plans fail without luck.")
+    >>> row["chosen"]
+    '<sentence>Neat plans fail without luck.</sentence>'
+    """
+    words = sentence.split()
+    start, end = " ".join(words[:-suffix]), tuple(words[-suffix:])
+    wrong = sorted(set(permutations(end)) - {end})
+    if len(wrong) < 2:
+        return None
+    rng = random.Random(f"{seed} {sentence}")
+    shown, negative = rng.sample(
+        wrong, 2
+    )  # the prompt's order is no answer, and the negative is not the prompt's order
+    tags = [OPEN, CLOSE]
+    if rng.random() < UNTAGGED:
+        tags = rng.choice([["", CLOSE], [OPEN, ""], ["", ""]])
+    return {
+        "prompt": PROMPT.format(start=start, end=" ".join(shown)),
+        "chosen": f"{OPEN}{' '.join(words)}{CLOSE}",
+        "rejected": f"{tags[0]}{start} {' '.join(negative)}{tags[1]}",
+        "sentence": " ".join(words),
+    }
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rows by split, and how many sentences were left out for which reason."""
+
+    rows: dict[str, list[dict[str, str]]]
+    left_out: dict[str, int]
+
+
+def make_splits(
+    sentences: Iterable[str],
+    harvard: Sequence[str] | None = None,
+    *,
+    train: int = 5000,
+    calibration: int = 5000,
+    test: int = 2000,
+    shifted: int = 2000,
+    seed: int = 0,
+    suffix: int = 3,
+    min_words: int = 5,
+    max_words: int = 60,
+) -> Splits:
+    """train, calibration and test at random, `shifted` the longest sentences of all, `harvard` those given apart.
+
+    No sentence stands in two splits, nor twice in one.
+    """
+    _check(train, calibration, test, shifted, suffix, min_words, max_words)
+    left_out = {"too short": 0, "too long": 0, "duplicate": 0, "too few wrong orders": 0}
+    seen: set[str] = set()
+
+    def usable(lines: Iterable[str]) -> list[dict[str, str]]:
+        rows = []
+        for line in lines:
+            words = line.split()
+            sentence = " ".join(words)
+            if not min_words <= len(words) <= max_words:
+                left_out["too short" if len(words) < min_words else "too long"] += bool(words)
+            elif sentence in seen:
+                left_out["duplicate"] += 1
+            else:
+                seen.add(sentence)
+                row = make_row(sentence, suffix, seed)
+                if row is None:
+                    left_out["too few wrong orders"] += 1
+                else:
+                    rows.append(row)
+        return rows
+
+    own = {} if harvard is None else {"harvard": usable(harvard)}  # first: a test sentence must not be trained on
+    if own and not own["harvard"]:
+        raise ValueError("None of the Harvard sentences can be used: give one sentence a line.")
+    pool = usable(sentences)
+    needed = train + calibration + test + shifted
+    if len(pool) < needed:
+        reasons = ", ".join(f"{n} {why}" for why, n in left_out.items() if n) or "none left out"
+        raise ValueError(
+            f"Only {len(pool)} usable sentences ({reasons}) but {train} + {calibration} + {test} + {shifted} = {needed} are "
+            "needed for train, calibration, test and shifted: give more sentences or ask for fewer rows."
+        )
+    random.Random(seed).shuffle(pool)
+    # Ties in length are cut at random; what is left keeps the random order.
+    longest = sorted(range(len(pool)), key=lambda i: -len(pool[i]["sentence"].split()))[:shifted]
+    apart = set(longest)
+    rest = [row for i, row in enumerate(pool) if i not in apart]
+    rows = {
+        "train": rest[:train],
+        "calibration": rest[train : train + calibration],
+        "test": rest[train + calibration : train + calibration + test],
+        "shifted": [pool[i] for i in longest],
+    }
+    return Splits({name: part for name, part in rows.items() if part} | own, left_out)
+
+
+def _check(train: int, calibration: int, test: int, shifted: int, suffix: int, min_words: int, max_words: int) -> None:
+    for name, value in (("train", train), ("calibration", calibration), ("test", test), ("shifted", shifted)):
+        if value < 0:
+            raise ValueError(f"{name} is {value} but must be at least 0.")
+    if not 3 <= suffix <= 6:  # two words have one wrong order, and two are needed; 6! = 720 orders
+        raise ValueError(f"suffix is {suffix} but must be between 3 and 6 words.")
+    if not suffix < min_words <= max_words:
+        raise ValueError(
+            f"min_words is {min_words}: it must be above suffix ({suffix}) and at most max_words ({max_words})."
+        )
+
+
+def summary(splits: Splits) -> dict[str, Any]:
+    """Rows and mean length in words by split."""
+    return {
+        name: {"rows": len(rows), "mean_words": sum(len(r["sentence"].split()) for r in rows) / len(rows)}
+        for name, rows in splits.rows.items()
+    }

@@ -1,0 +1,220 @@
+"""The tasks: rows, rewards, reading an answer, and `sdmlm data`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdmlm.cli import main
+from sdmlm.encoding import check_rows
+from sdmlm.rewards import apply_reward
+from sdmlm.tasks import arithmetic, word_ordering
+
+PAPER_PROMPT = (  # Table 1 of the paper
+    "Complete the sentence 'Neat plans' by reordering all of the following without adding new punctuation nor words: "
+    "'{end}'. Only reply with the sentence in the XML <sentence> </sentence> followed by <verified>Yes</verified> if your "
+    "answer correctly addressed the instructions, and <verified>No</verified> if it did not."
+)
+words = st.lists(st.sampled_from(["a", "b", "c", "the", "dog", "runs.", "Ünï"]), min_size=5, max_size=12)
+
+
+def some_sentences(n: int) -> list[str]:
+    return [f"Number {i} has {'very ' * (i % 7)}many small friends today." for i in range(n)]
+
+
+# Word ordering
+
+
+def test_the_papers_example() -> None:
+    row = word_ordering.make_row("Neat plans fail without luck.")
+    assert row is not None
+    ends = {
+        "fail luck. without",
+        "luck. fail without",
+        "luck. without fail",
+        "without fail luck.",
+        "without luck. fail",
+    }
+    shown = re.findall(r"'(.*?)'", row["prompt"])[1]
+    assert shown in ends
+    assert row["prompt"] == PAPER_PROMPT.format(end=shown)
+    assert row["chosen"] == "<sentence>Neat plans fail without luck.</sentence>"
+    assert row["sentence"] == "Neat plans fail without luck."
+
+
+@given(words, st.integers(0, 5), st.integers(3, 4))
+@settings(max_examples=200, deadline=None)
+def test_every_row_keeps_its_promises(found: list[str], seed: int, suffix: int) -> None:
+    sentence = " ".join(found)
+    row = word_ordering.make_row(sentence, suffix, seed)
+    orders = {tuple(p) for p in permutations(found[-suffix:]) if list(p) != found[-suffix:]}  # distinct wrong orders
+    if len(orders) < 2:
+        assert row is None
+        return
+    assert row is not None
+    check_rows([row])
+    start = " ".join(found[:-suffix])
+    shown = row["prompt"].split("words: '")[1].split("'. Only")[0]
+    negative = re.sub("</?sentence>", "", row["rejected"])
+    assert negative.startswith(start + " ")
+    for end in (shown, negative.removeprefix(start + " ")):
+        assert tuple(end.split()) in orders
+    assert negative != f"{start} {shown}"
+    assert row == word_ordering.make_row(sentence, suffix, seed)
+
+
+def test_one_negative_in_ten_lacks_tags_each_way_alike() -> None:
+    kinds: Counter[tuple[bool, bool]] = Counter()
+    n = 20_000
+    for sentence in some_sentences(n):
+        row = word_ordering.make_row(sentence)
+        assert row is not None
+        kinds[row["rejected"].startswith("<sentence>"), row["rejected"].endswith("</sentence>")] += 1
+    assert kinds[True, True] / n == pytest.approx(0.9, abs=0.01)
+    for kind in ((True, False), (False, True), (False, False)):
+        assert kinds[kind] / n == pytest.approx(0.1 / 3, abs=0.006)
+
+
+def test_splits_are_disjoint_sized_and_the_shifted_are_the_longest() -> None:
+    sentences = some_sentences(100)
+    sizes = {"train": 20, "calibration": 15, "test": 10, "shifted": 14}
+    found = word_ordering.make_splits(sentences, ["The birch canoe slid on the smooth planks."], **sizes)
+    assert {name: len(rows) for name, rows in found.rows.items()} == {**sizes, "harvard": 1}
+    everything = [row["sentence"] for rows in found.rows.values() for row in rows]
+    assert len(set(everything)) == len(everything)
+    lengths = {name: [len(row["sentence"].split()) for row in rows] for name, rows in found.rows.items()}
+    rest = lengths["train"] + lengths["calibration"] + lengths["test"]
+    assert min(lengths["shifted"]) >= max(rest)
+    again = word_ordering.make_splits(sentences, ["The birch canoe slid on the smooth planks."], **sizes)
+    other = word_ordering.make_splits(sentences, **sizes, seed=1)
+    assert again == found
+    assert other.rows["train"] != found.rows["train"]
+
+
+def test_what_is_left_out_is_counted() -> None:
+    sentences = [*some_sentences(10), some_sentences(1)[0] + " ", "Too short.", "x " * 61, "We all said no no no", ""]
+    harvard = [some_sentences(2)[1]]
+    found = word_ordering.make_splits(sentences, harvard, train=4, calibration=3, test=2, shifted=0)
+    assert found.left_out == {"too short": 1, "too long": 1, "duplicate": 2, "too few wrong orders": 1}
+    assert harvard[0] not in {row["sentence"] for name in ("train", "calibration", "test") for row in found.rows[name]}
+
+
+def test_reading_and_rewarding_an_answer() -> None:
+    row = word_ordering.make_row("Neat plans fail without luck.")
+    assert row is not None
+    right, bare = row["chosen"], row["sentence"]
+    assert apply_reward(word_ordering.reward, [row] * 3, [right, bare, row["rejected"]]) == [1, 0, 0]
+    assert word_ordering.answer(f"Here: {right} and <sentence>more</sentence>") == row["sentence"]
+    assert word_ordering.answer(bare) is None
+    assert word_ordering.answer("<sentence>cut off") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": 90}, "give more sentences or ask for fewer rows"),
+        ({"train": -1}, "train is -1"),
+        ({"suffix": 2}, "suffix is 2"),
+        ({"min_words": 3}, "min_words is 3"),
+        ({"min_words": 20, "max_words": 10}, "max_words"),
+        ({"harvard": ["x"]}, "Harvard"),
+    ],
+)
+def test_bad_sizes(options: dict[str, Any], message: str) -> None:
+    sizes = {"train": 5, "calibration": 5, "test": 5, "shifted": 5}
+    with pytest.raises(ValueError, match=message):
+        word_ordering.make_splits(some_sentences(30), **{**sizes, **options})
+
+
+# Arithmetic
+
+
+@given(st.integers(0, 10**7 - 1), st.integers(0, 10**7 - 1), st.integers(0, 3))
+@settings(max_examples=300, deadline=None)
+def test_sums_are_right_and_negatives_wrong(a: int, b: int, seed: int) -> None:
+    row = arithmetic.make_row(a, b, seed)
+    check_rows([row])
+    assert arithmetic.answer(row["chosen"]) == str(a + b) == row["sum"]
+    for line in row["chosen"].split("\n")[:-1]:
+        left, right = line.split(" = ")
+        assert sum(map(int, left.split(" + "))) == int(right)
+    assert apply_reward(arithmetic.reward, [row] * 2, [row["chosen"], row["rejected"]]) == [1, 0]
+
+
+def test_a_right_sum_with_wrong_working_gets_no_reward() -> None:
+    row = arithmetic.make_row(17, 5)
+    bad = [
+        "<sum>22</sum>",
+        "7 + 5 = 12\n<sum>22</sum>",
+        "7 + 5 = 12\n1 + 0 = 1\n<sum>22</sum>",
+        "7 + 5 = 12\n1 + 1 = 2\n<sum>22</sum>",
+    ]
+    assert apply_reward(arithmetic.reward, [row] * 4, bad) == [0, 0, 0, 0]
+
+
+def test_arithmetic_splits() -> None:
+    found = arithmetic.make_splits(30, 20, 10, 5)
+    assert {name: len(rows) for name, rows in found.items()} == {
+        "train": 30,
+        "calibration": 20,
+        "test": 10,
+        "shifted": 5,
+    }
+    pairs = [(row["a"], row["b"]) for rows in found.values() for row in rows]
+    assert len(set(pairs)) == len(pairs)
+    assert min(len(str(row["a"])) for row in found["shifted"]) > max(len(str(row["a"])) for row in found["train"])
+    assert found == arithmetic.make_splits(30, 20, 10, 5)
+
+
+# sdmlm data
+
+
+def test_data_writes_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "sentences.txt"
+    source.write_text("\n".join(some_sentences(60)), encoding="utf-8")
+    sizes = ["--train", "20", "--calibration", "10", "--test", "5", "--shifted", "5"]
+    folder = tmp_path / "rows"
+    command = ["data", "word-ordering", "--sentences", str(source), "--harvard", str(source), "--output", str(folder)]
+    assert main([*command, *sizes, "--json"]) == 2  # every sentence is a Harvard sentence, so none is left to train on
+    assert "duplicate" in capsys.readouterr().err
+    assert not folder.exists()
+    assert main([*command[:4], "--output", str(folder), *sizes, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["rows"] == {"train": 20, "calibration": 10, "test": 5, "shifted": 5}
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert set(rows[0]) == {"prompt", "chosen", "rejected", "sentence"}
+    before = (folder / "train.jsonl").read_bytes()
+    assert main([*command[:4], "--output", str(folder), *sizes, "--seed", "1"]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert (folder / "train.jsonl").read_bytes() == before
+
+
+def test_data_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--train", "6", "--calibration", "6", "--test", "4", "--shifted", "4"]
+    assert main(["data", "arithmetic", "--output", str(tmp_path / "rows"), *sizes]) == 0
+    assert "train.jsonl" in capsys.readouterr().out
+    assert len((tmp_path / "rows" / "shifted.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"caf\xe9 au lait\n", "not UTF-8"), (b"\n\n", "is empty"), (None, "is no file")]
+)
+def test_data_refuses_bad_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    source = tmp_path / "sentences.txt"
+    if content is not None:
+        source.write_bytes(content)
+    assert main(["data", "word-ordering", "--sentences", str(source), "--output", str(tmp_path / "rows")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "sentences.txt" in error
+    assert not (tmp_path / "rows").exists()
