@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from sdmlm.classifier import SDMClassifier
     from sdmlm.config import SDMConfig
     from sdmlm.estimator import SDMEstimator
+    from sdmlm.lm import SDMLanguageModel
     from sdmlm.region import HighReliabilityRegion
     from sdmlm.scores import Scores
     from sdmlm.trainer import SDMTrainer
+    from sdmlm.verification import Verification
 
 # Loaded when first used: `import sdmlm` and `sdmlm --help` need not wait for torch.
 _WHERE = {
@@ -18,16 +20,20 @@ _WHERE = {
     "SDMClassifier": "sdmlm.classifier",
     "SDMConfig": "sdmlm.config",
     "SDMEstimator": "sdmlm.estimator",
+    "SDMLanguageModel": "sdmlm.lm",
     "SDMTrainer": "sdmlm.trainer",
     "Scores": "sdmlm.scores",
+    "Verification": "sdmlm.verification",
 }
 __all__ = [
     "HighReliabilityRegion",
     "SDMClassifier",
     "SDMConfig",
     "SDMEstimator",
+    "SDMLanguageModel",
     "SDMTrainer",
     "Scores",
+    "Verification",
     "__version__",
 ]
 

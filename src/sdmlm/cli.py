@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sdmlm import __version__
-from sdmlm.commands import calibrate, certify, compare, data, demo, explain, fit, score, train
+from sdmlm.commands import calibrate, certify, compare, data, demo, explain, fit, replicate, score, serve, train
 
 EXAMPLES = """\
 examples:
@@ -21,6 +21,8 @@ examples:
   sdmlm data word-ordering --sentences F --output DIR        rows for a task
   sdmlm train --model M --data rows.jsonl --output runs/lm   fine-tune a language model
   sdmlm calibrate runs/lm --data rows.jsonl         give a language model an SDM layer
+  sdmlm replicate recipes/demo --output runs/replica         the paper's experiments and tables
+  sdmlm serve runs/lm                               OpenAI's API with verdicts, and a page
 
 `sdmlm COMMAND --help` shows the options and examples of a command."""
 
@@ -35,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sdmlm {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (fit, score, explain, compare, certify, demo, data, train, calibrate):
+    for command in (fit, score, explain, compare, certify, demo, data, train, calibrate, replicate, serve):
         command.add(subparsers)
     return parser
 

@@ -161,7 +161,7 @@ class Table:
 
     def latex(self) -> str:
         """A booktabs table* as in the papers; the packages it needs are named in its first line."""
-        columns = self._columns("$y$", r"$\hat{y}$", _latex_escape)
+        columns = self._columns("$y$", r"$\hat{y}$", latex_escape)
         width = len(columns) // 2
         spans = [(width, "Class-conditional"), (width, "Prediction-conditional"), (1, "Marginal")]
         heads = " & ".join(rf"\multicolumn{{{2 * n}}}{{c}}{{{title}}}" for n, title in spans)
@@ -180,11 +180,11 @@ class Table:
             if row.dataset != before:
                 lines.append(r"\midrule")
             before = row.dataset
-            cells = [_latex_escape(name) for name in (row.dataset, row.model, row.estimator)]
+            cells = [latex_escape(name) for name in (row.dataset, row.model, row.estimator)]
             for prefix, cell in self._shown(row.metrics):
                 color = "belowalpha" if self._below(cell) else "reachesalpha"
-                share = _rounded(cell.share).replace("<", "$<$")
-                cells += [rf"\colorbox{{{color}}}{{{_latex_escape(prefix)}{_accuracy(cell)}}}", share]
+                share = rounded(cell.share).replace("<", "$<$")
+                cells += [rf"\colorbox{{{color}}}{{{latex_escape(prefix)}{_accuracy(cell)}}}", share]
             lines.append(" & ".join(cells) + r" \\")
         caption = (
             rf"Accuracy among the admitted, and their share, at $\alpha={self.alpha:g}$. R: all rejected, which is "
@@ -200,7 +200,7 @@ class Table:
             cells = [row.dataset, row.model, row.estimator]
             for prefix, cell in self._shown(row.metrics):
                 accuracy = f"**{_accuracy(cell)}**" if self._below(cell) else _accuracy(cell)
-                cells.append(f"{prefix}{accuracy} ({_rounded(cell.share)})".replace("<", "&lt;"))
+                cells.append(f"{prefix}{accuracy} ({rounded(cell.share)})".replace("<", "&lt;"))
             lines.append(cells)
         escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
         return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
@@ -223,7 +223,7 @@ class Table:
             cells = [Text(f"  {row.estimator}")]
             for prefix, cell in self._shown(row.metrics):
                 style = "dim" if cell.accuracy is None else "red" if self._below(cell) else "green"
-                cells.append(Text.assemble(prefix, (f"{_accuracy(cell):>4}", style), f" {_rounded(cell.share):<5}"))
+                cells.append(Text.assemble(prefix, (f"{_accuracy(cell):>4}", style), f" {rounded(cell.share):<5}"))
             table.add_row(*cells)
         return table
 
@@ -251,11 +251,12 @@ def _accuracy(cell: Cell) -> str:
     return "R" if cell.accuracy is None else f"{cell.accuracy:.2f}"
 
 
-def _rounded(share: float) -> str:
+def rounded(share: float) -> str:
     """Two decimals, and "<0.01" where they would hide that there is something."""
     return "<0.01" if share > 0 and f"{share:.2f}" == "0.00" else f"{share:.2f}"
 
 
-def _latex_escape(text: str) -> str:
+def latex_escape(text: str) -> str:
+    """Text that LaTeX prints as it stands."""
     names = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater"}
     return re.sub(r"[\\~^<>&%$#_{}]", lambda m: rf"\text{names[m[0]]}{{}}" if m[0] in names else "\\" + m[0], text)

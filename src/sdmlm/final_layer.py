@@ -173,16 +173,11 @@ def layer_metrics(estimator: SDMEstimator) -> dict[str, float]:
 def save_final_layer(
     folder: Path, estimator: SDMEstimator, weights: Mapping[str, Tensor], encoder: Encoder, args: SDMConfig
 ) -> None:
-    """`sdm/`: the estimator, and how documents are put to the model it was fitted over.
-
-    lm.json comes last and names the estimator it belongs to, so that a save that was cut off in between can be told.
-    """
-    estimator.save_pretrained(folder)
+    """`sdm/`: the estimator, and how documents are put to the model it was fitted over."""
     tags = encoder.tags
     facts = {
         "format_version": 1,
         "sdmlm_version": __version__,
-        "estimator_sha256": _estimator_sha256(folder),
         "fingerprint": fingerprint(weights),
         "tags": {name: getattr(tags, name) for name in ("open", "close", "yes", "no", "separator")},
         "max_length": encoder.max_length,
@@ -196,6 +191,16 @@ def save_final_layer(
             )
         },
     }  # fmt: skip
+    write_final_layer(folder, estimator, facts)
+
+
+def write_final_layer(folder: Path, estimator: SDMEstimator, facts: Mapping[str, Any]) -> None:
+    """The estimator with these facts about it.
+
+    lm.json comes last and names the estimator it belongs to, so that a save that was cut off in between can be told.
+    """
+    estimator.save_pretrained(folder)
+    facts = {**facts, "estimator_sha256": _estimator_sha256(folder)}
     write_text_atomically(folder / LM_FILE, json.dumps(facts, indent=2) + "\n")
 
 

@@ -9,7 +9,8 @@ are spread over processes, nor a resumed run changes a draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from sdmlm.encoding import Encoder, Messages, completion_text
 from sdmlm.progress import track
 from sdmlm.rewards import Reward, apply_reward
-from sdmlm.summary import batches_by_length
+from sdmlm.summary import GenerationReader, batches_by_length
 
 Row = Mapping[str, Any]
 
@@ -69,6 +70,10 @@ def generate(
     progress: bool = True,
     rows: Sequence[object] | None = None,
     rooms: Sequence[int] | None = None,
+    top_p: float = 1.0,
+    begun: Sequence[str] | None = None,
+    ends: Callable[[int, list[int]], bool] | None = None,
+    reader: GenerationReader | None = None,
 ) -> list[list[int]]:
     """Generated ids for each prompt, ending with `</verified>`, the end of turn, or at `max_new_tokens`.
 
@@ -76,6 +81,10 @@ def generate(
     batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more. `rows`
     names the prompts in error messages (default: by position). Where prompts are cut to fit, `rooms` says how many tokens
     to leave for each completion (default: `max_new_tokens`).
+
+    `top_p` samples among the likeliest tokens that together have that probability. `begun` is what the answer to each
+    prompt begins with: generation goes on from there, and returns only what is new. `ends(number of the prompt, its ids so
+    far)` is asked after every token and may end a row. `reader` makes summaries h of the states while they exist.
     """
     if temperature > 0 and seeds is None:
         raise ValueError("Sampling at a temperature needs one seed per prompt.")
@@ -84,7 +93,11 @@ def generate(
     if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
         rooms = [max(1, min(room, encoder.max_length - encoder.suffix_length - 2)) for room in rooms]
     names = range(len(prompts)) if rows is None else rows
-    ids = [encoder.encode_prompt(prompt, room, row) for prompt, room, row in zip(prompts, rooms, names, strict=True)]
+    given = [encoder.continuation(text) for text in begun] if begun is not None else [[] for _ in prompts]
+    ids = [
+        encoder.encode_prompt(prompt, room + len(start), row) + start
+        for prompt, room, row, start in zip(prompts, rooms, names, given, strict=True)
+    ]
     limits = [max_new_tokens] * len(ids)
     if encoder.max_length is not None:
         limits = [min(max_new_tokens, encoder.max_length - encoder.suffix_length - len(i)) for i in ids]
@@ -97,7 +110,8 @@ def generate(
     try:
         lengths = [len(i) + limit for i, limit in zip(ids, limits, strict=True)]
         for batch in track(batches_by_length(lengths, tokens_per_batch), "Generating", progress):
-            _generate_batch(model, encoder, batch, ids, limits, temperature, chances, out)
+            with nullcontext() if reader is None else reader.watching(model):
+                _generate_batch(model, encoder, batch, ids, limits, temperature, top_p, chances, ends, reader, out)
     finally:
         model.train(was_training)
     return out
@@ -110,7 +124,10 @@ def _generate_batch(
     prompts: list[list[int]],
     limits: list[int],
     temperature: float,
+    top_p: float,
     chances: np.ndarray | None,
+    ends: Callable[[int, list[int]], bool] | None,
+    reader: GenerationReader | None,
     out: list[list[int]],
 ) -> None:
     longest = max(len(prompts[r]) for r in rows)
@@ -118,8 +135,9 @@ def _generate_batch(
     mask = torch.tensor([[0] * (longest - len(prompts[r])) + [1] * len(prompts[r]) for r in rows])
     ids, mask = ids.to(model.device), mask.to(model.device)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache = None
-    for step in range(max(limits[r] for r in rows)):
+    cache, feed, step = None, [0] * len(rows), 0
+    rest: dict[int, list[int]] = {}  # rows that have ended, of which the reader has not read everything
+    while True:
         answer = model(
             input_ids=ids,
             attention_mask=mask,
@@ -131,30 +149,52 @@ def _generate_batch(
         cache = getattr(answer, "past_key_values", None)
         if cache is None:
             raise ValueError(f"{type(model).__name__} keeps no key-value cache: generation needs one.")
-        chance = None if chances is None else torch.from_numpy(chances[rows, step]).to(model.device)
-        newest = _pick(answer.logits[:, -1].float(), temperature, chance)
-        going = []
-        for n, (r, token) in enumerate(zip(rows, newest.tolist(), strict=True)):
-            out[r].append(token)
-            if len(out[r]) < limits[r] and not encoder.ends(out[r]):
+        if reader is not None:
+            reader.begin(rows, prompts, mask) if step == 0 else reader.step(rows, feed)
+        at = min(step, max(limits) - 1)  # a row of which only the rest is read draws nothing any more
+        chance = None if chances is None else torch.from_numpy(chances[rows, at]).to(model.device)
+        newest = _pick(answer.logits[:, -1].float(), temperature, chance, top_p).tolist()
+        going, feed = [], []
+        for n, (r, token) in enumerate(zip(rows, newest, strict=True)):
+            if r not in rest:
+                out[r].append(token)
+                ended = ends is not None and ends(r, out[r])
+                if not ended and len(out[r]) < limits[r] and not encoder.ends(out[r]):
+                    going.append(n)
+                    feed.append(token)
+                    continue
+                rest[r] = [] if reader is None else reader.rest(r, out[r])
+            elif reader is not None and not rest[r]:
+                reader.finish(r)
+            if rest[r]:
                 going.append(n)
+                feed.append(rest[r].pop(0))
         if not going:
             return
         if len(going) < len(rows):
-            keep = torch.tensor(going, device=newest.device)
+            keep = torch.tensor(going, device=mask.device)
             rows = [rows[n] for n in going]
-            newest, mask, positions = newest[keep], mask[keep], positions[keep]
+            mask, positions = mask[keep], positions[keep]
             cache.reorder_cache(keep)
-        ids = newest[:, None]
+            if reader is not None:
+                reader.keep(keep)
+        ids = torch.tensor(feed, device=mask.device)[:, None]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         positions = positions[:, -1:] + 1
+        step += 1
 
 
-def _pick(logits: Tensor, temperature: float, chance: Tensor | None) -> Tensor:
+def _pick(logits: Tensor, temperature: float, chance: Tensor | None, top_p: float = 1.0) -> Tensor:
     """The likeliest token, or the one at which the cumulative probability passes a uniform number of the row's own."""
     if chance is None:
         return logits.argmax(dim=-1)
-    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(dim=-1)
+    p = torch.softmax(logits / temperature, dim=-1)
+    if top_p < 1:
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
+        # A token stays while those before it have less than top_p together: the likeliest always does.
+        ordered = torch.where(ordered.cumsum(dim=-1) - ordered < top_p, ordered, 0.0)
+        p = torch.zeros_like(p).scatter_(1, index, ordered)
+    cumulative = p.cumsum(dim=-1)
     at = torch.searchsorted(cumulative, chance[:, None] * cumulative[:, -1:], right=True)
     return at.squeeze(1).clamp_max(logits.shape[-1] - 1)
 

@@ -7,7 +7,8 @@ do not depend on what follows it, so h may be read from the pass over a longer s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,3 +81,87 @@ def embed_sequences(
         out[batch] = h
     model.train(was_training)
     return torch.empty(0, 0) if out is None else out
+
+
+class GenerationReader:
+    """h of documents from the states of their own generation: running sums, no second pass.
+
+    A document is the prompt and what was generated, up to and including `<verified>` (`open_ids`). `document(row,
+    generated ids)` gives its ids when a row has ended, or None where it is not to be read. Where those ids begin with what
+    the LM was fed, `rest` is what remains to be fed (a tag that the LM did not write); where they do not (text that is
+    spelled otherwise when it is encoded again), there is no h, and the caller needs a pass over the document.
+    """
+
+    longest_rest = 32  # beyond that a pass of its own is cheaper than single steps
+
+    def __init__(self, open_ids: Sequence[int], document: Callable[[int, list[int]], Sequence[int] | None]) -> None:
+        self._open, self._document = list(open_ids), document
+        self._states: Tensor | None = None
+        self._fed: dict[int, list[int]] = {}
+        self._sums: Tensor | None = None
+        self._at_tag: dict[int, tuple[int, Tensor, Tensor]] = {}  # row -> ids fed, their summed states, the last state
+        self.h: dict[int, Tensor] = {}  # row -> (2H,) on the LM's device
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Keep the final-layer states of each pass of the model."""
+
+        def keep(module: Any, args: Any, output: Any) -> None:
+            self._states = output.last_hidden_state
+
+        handle = model.get_decoder().register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._states = self._sums = None
+
+    def begin(self, rows: Sequence[int], prompts: Sequence[list[int]], mask: Tensor) -> None:
+        """The pass over the prompts of a batch has been made; `mask` (B, L) marks padding with 0."""
+        assert self._states is not None
+        self._sums = torch.bmm(mask[:, None, :].float(), self._states.float()).squeeze(1)
+        self._fed |= {r: list(prompts[r]) for r in rows}
+        self._look(rows)
+
+    def step(self, rows: Sequence[int], newest: Sequence[int]) -> None:
+        """A pass over one more token of each row has been made."""
+        assert self._states is not None
+        assert self._sums is not None
+        self._sums = self._sums + self._states[:, -1].float()
+        for r, token in zip(rows, newest, strict=True):
+            self._fed[r].append(token)
+        self._look(rows)
+
+    def keep(self, index: Tensor) -> None:
+        """Only these rows of the batch go on."""
+        assert self._sums is not None
+        self._sums = self._sums[index]
+
+    def _look(self, rows: Sequence[int]) -> None:
+        assert self._states is not None
+        assert self._sums is not None
+        for n, r in enumerate(rows):
+            fed = self._fed[r]
+            if fed[-1] == self._open[-1] and fed[-len(self._open) :] == self._open:
+                self._at_tag[r] = len(fed), self._sums[n], self._states[n, -1].float()
+
+    def rest(self, row: int, generated: list[int]) -> list[int]:
+        """A row has ended: the ids that are still to be fed before h is known."""
+        ids, fed = self._document(row, generated), self._fed[row]
+        if ids is None:
+            return []
+        ids = list(ids)
+        if len(ids) <= len(fed):
+            self._finish(row, ids)
+            return []
+        rest = ids[len(fed) :]
+        return rest if ids[: len(fed)] == fed and len(rest) <= self.longest_rest else []
+
+    def _finish(self, row: int, ids: list[int]) -> None:
+        n, total, last = self._at_tag.get(row, (0, None, None))
+        if n == len(ids) and self._fed[row][:n] == ids and total is not None and last is not None:
+            self.h[row] = torch.cat([last, total / n])
+
+    def finish(self, row: int) -> None:
+        """The rest of a row has been fed."""
+        self._finish(row, self._fed[row])

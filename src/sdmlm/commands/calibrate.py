@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import recipe
 from sdmlm.commands import common
+from sdmlm.demo import BASE_MODEL
 
 if TYPE_CHECKING:
     from sdmlm.config import SDMConfig
@@ -186,7 +187,7 @@ def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model folder, which must hold weights too, or of a model on the Hub."""
     from transformers import AutoTokenizer
 
-    _check_model_folder(model)
+    _check_model_folder(model_path(model))
     return loaded(AutoTokenizer, model, "tokenizer")
 
 
@@ -197,11 +198,17 @@ def load_model(model: str, dtype: Any) -> Any:
     return loaded(AutoModelForCausalLM, model, "model", dtype=dtype)
 
 
+def model_path(model: str) -> str:
+    """The model as given, or where the base LM of the demo lies; a folder of that name is ./demo."""
+    return str(BASE_MODEL) if model == "demo" else model
+
+
 def loaded(kind: Any, model: str, what: str, **options: Any) -> Any:
+    """What `kind.from_pretrained` gives for a model; trouble is told in a sentence."""
     from safetensors import SafetensorError
 
     try:
-        return kind.from_pretrained(model, **options)
+        return kind.from_pretrained(model_path(model), **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise ValueError(f"The {what} of {model} could not be loaded: {reason}.") from error

@@ -15,6 +15,8 @@ EXAMPLES = """\
   sdmlm data word-ordering --sentences sentence-transformers/wikipedia-en-sentences --output data/word_ordering
   sdmlm data arithmetic --output data/arithmetic --train 2000 --calibration 2000"""
 
+DEMO_SENTENCES = 30_000
+
 
 def add(subparsers: Any) -> None:
     """Declare the command and the task below it."""
@@ -31,7 +33,7 @@ def add(subparsers: Any) -> None:
         required=True,
         nargs="+",
         metavar="F",
-        help="text files, one sentence a line, or a data set of the Hub",
+        help='text files, one sentence a line, or a data set of the Hub, or "demo"',
     )
     ordering.add_argument("--harvard", metavar="H", help="sentences of a further test set, harvard.jsonl")
     ordering.add_argument("--suffix", type=int, default=3, metavar="N", help="words to put back into order (3)")
@@ -92,7 +94,12 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def read_sentences(source: str) -> list[str]:
-    """The lines of a text file, or the `sentence` (or `text`) column of a data set of the Hub, as name or name:split."""
+    """The lines of a text file, the sentences of the demo's grammar ("demo"), or the `sentence` (or `text`) column of a data
+    set of the Hub, as name or name:split."""
+    if source == "demo":
+        from sdmlm.demo.sentences import sentences
+
+        return sentences(DEMO_SENTENCES, seed=0)
     path = Path(source)
     if path.is_file():
         content = path.read_bytes()

@@ -9,19 +9,29 @@ from sdmlm.commands import common
 
 EXAMPLES = """\
   sdmlm demo
-  sdmlm demo --fast --output runs/first-look"""
+  sdmlm demo --fast --output runs/first-look
+  sdmlm demo --digits"""
 
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    parser = common.add_command(subparsers, "demo", "show what the estimator does, on scikit-learn's digits", EXAMPLES)
-    parser.add_argument("--output", default="runs/demo", metavar="DIR", help="folder to write into (runs/demo)")
-    parser.add_argument("--fast", action="store_true", help="train less: seconds instead of up to a minute")
+    parser = common.add_command(subparsers, "demo", "watch an SDM language model come to life", EXAMPLES)
+    parser.add_argument("--output", metavar="DIR", help="folder to write into (runs/demo; runs/digits with --digits)")
+    parser.add_argument("--fast", action="store_true", help="less of everything: about a minute")
+    parser.add_argument("--digits", action="store_true", help="the estimator by itself, on scikit-learn's digits")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the estimator demo."""
-    from sdmlm.demo.estimator import run_demo
+    """Run one of the demos."""
+    if args.digits:
+        from sdmlm.demo.estimator import run_demo as run_digits
 
-    run_demo(args.output, args.fast, common.console(args))
+        run_digits(args.output or "runs/digits", args.fast, common.console(args))
+        return
+    from sdmlm.commands.calibrate import require_transformers
+
+    require_transformers()
+    from sdmlm.demo.word_ordering import run_demo
+
+    run_demo(args.output or "runs/demo", args.fast, common.console(args))

@@ -25,20 +25,22 @@ OPTIONS = {
     "reward": str,
     "lora_r": int,
     "lora_alpha": float,
+    # Only `sdmlm replicate` reads these; in a recipe they may stand all the same.
+    "task": str,
+    "tests": dict,
+    "setting": str,
 }
 # Settings that a resumed run may change: they do not touch the weights.
-_FREE = (
-    "output",
-    "data",
-    "calibration",
-    "logging_",
-    "log_",
-    "report_to",
-    "run_name",
-    "disable_tqdm",
-    "save_total_limit",
-    "hub_",
-)
+_FREE = {
+    "output", "data", "calibration", "task", "tests", "setting",
+    "report_to", "run_name", "disable_tqdm", "save_total_limit", "dataloader_num_workers",
+}  # fmt: skip
+_FREE_KINDS = ("logging_", "log_", "hub_")
+
+
+def is_free(name: str) -> bool:
+    """Whether a setting may change without making another run of it; rows are known by their content."""
+    return name in _FREE or name.startswith(_FREE_KINDS)
 
 
 # Settings
@@ -56,7 +58,7 @@ def read_settings(args: argparse.Namespace, record: dict[str, Any] | None) -> tu
     before: dict[str, Any] = record["settings"] if record else {}
     for name, value in given.items():
         old = before.get(name, recipe.field_default(name))
-        if record and value != old and not name.startswith(_FREE):
+        if record and value != old and not is_free(name):
             raise ValueError(f"{name} was {old!r} and is now {value!r}: --resume goes on with the settings of the run.")
     settings = before | given
     for name in ("model", "data", "output"):
@@ -181,7 +183,7 @@ def _skeleton(settings: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(settings["model"])
+    folder = Path(calibrate.model_path(settings["model"]))
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds an adapter: merge it into its model first (peft: merge_and_unload).")
     config = calibrate.loaded(AutoConfig, settings["model"], "configuration")

@@ -58,10 +58,11 @@ def run(args: argparse.Namespace) -> None:
         if args.dry_run:
             dry_run.rehearse(args, plan)
         else:
-            _train(args, plan)
+            _tell(args, train(plan, args.resume))
 
 
-def _train(args: argparse.Namespace, plan: Plan) -> None:
+def train(plan: Plan, resume: bool) -> dict[str, Any]:
+    """Train, save model and record, and give the summary."""
     import torch
 
     from sdmlm.trainer import SDMTrainer
@@ -86,15 +87,13 @@ def _train(args: argparse.Namespace, plan: Plan) -> None:
         _write_record(output, plan, "started", trainer.args, [], None)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # logs, and whatever a reward prints: stdout is for the summary
-            trainer.train(resume_from_checkpoint=args.resume)
+            trainer.train(resume_from_checkpoint=resume)
             trainer.save_model(str(output))
     except KeyboardInterrupt:
         if calibrate.is_main():
             common.warn(f"stopped; sdmlm train --output {output} --resume goes on from the last checkpoint.")
         raise
     assert trainer.estimator is not None
-    if not calibrate.is_main():
-        return
     state = trainer.state
     at_best = [r for r in state.log_history if r["step"] == state.best_global_step and "eval_loss" in r]
     best: dict[str, Any] = at_best[-1] if at_best else {}
@@ -106,8 +105,9 @@ def _train(args: argparse.Namespace, plan: Plan) -> None:
         "data": plan.data,
         **calibrate.layer_facts(trainer.estimator, config),
     }
-    _write_record(output, plan, "finished", trainer.args, state.log_history, summary)
-    _tell(args, summary)
+    if calibrate.is_main():
+        _write_record(output, plan, "finished", trainer.args, state.log_history, summary)
+    return summary
 
 
 def _write_record(

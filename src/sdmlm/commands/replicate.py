@@ -1,0 +1,363 @@
+"""`sdmlm replicate`: fine-tune in several settings, evaluate, and make the paper's tables; goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdmlm import recipe
+from sdmlm.commands import calibrate, common, train
+from sdmlm.commands.plan import OPTIONS, Plan, is_free, make_plan, read_record, read_settings
+
+if TYPE_CHECKING:
+    from sdmlm.preference_files import PreferenceRows
+
+EXAMPLES = """\
+  sdmlm replicate recipes/stories15m --output runs/stories15m --dry-run
+  sdmlm replicate recipes/stories15m/ce_hn.yaml recipes/stories15m/sdm_hn.yaml --output runs/stories15m --seeds 0 1 2
+  accelerate launch --num_processes 4 -m sdmlm.cli replicate recipes/phi-3.5-mini --output runs/phi-3.5-mini"""
+
+_CONTENT = (
+    "data",
+    "calibration",
+    "task",
+    "tests",
+)  # what two recipes of the same run have in common beside the settings
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "run recipes with all their seeds and test sets, and make the paper's tables"
+    parser = common.add_command(subparsers, "replicate", help, EXAMPLES)
+    parser.usage = "sdmlm replicate RECIPES... --output DIR [--seeds N ...] [--json] [--dry-run]"
+    parser.add_argument("recipes", nargs="+", metavar="RECIPES", help="recipes (.yaml), or folders of them")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="runs go to DIR/FAMILY-SETTING/seed-N, tables to DIR"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of each recipe (default: its own)")
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check recipes and rows, show what is left to do, stop")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recipe with one seed."""
+
+    recipe: Path
+    seed: int
+    settings: dict[str, Any]  # all that the recipe says, with this seed
+    folder: Path
+
+    @property
+    def family(self) -> str:
+        return self.recipe.absolute().parent.name
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.parent.name}, seed {self.seed}"
+
+    def arguments(self) -> argparse.Namespace:
+        """What `sdmlm train` would be given."""
+        return argparse.Namespace(
+            recipe=str(self.recipe), output=str(self.folder), more=[f"--seed={self.seed}"], resume=True, dry_run=False
+        )
+
+    def record(self) -> dict[str, Any] | None:
+        return read_record(self.arguments())
+
+    def facts(self) -> dict[str, Any]:
+        """What is written with every evaluation of this run."""
+        label = self.settings.get("setting") or self.recipe.stem
+        return {"family": self.family, "setting": self.recipe.stem, "label": label, "seed": self.seed}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Everything is checked before the first run begins."""
+    with calibrate.one_voice():
+        calibrate.require_transformers()
+        jobs = _jobs(args)
+        _check(jobs)
+        if args.dry_run:
+            _show_plan(args, jobs)
+            return
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        for n, job in enumerate(jobs, start=1):
+            with _locked(job.folder) if calibrate.is_main() else contextlib.nullcontext(True) as ours:
+                if not ours and not alone:
+                    raise ValueError(f"{job.folder} is being worked on by another process: wait for it.")
+                if not ours:
+                    common.warn(f"[{n}/{len(jobs)}] {job.name}: left to the process that is at work on it.")
+                    continue
+                _train(job, f"[{n}/{len(jobs)}] {job.name}")
+                if alone:
+                    _evaluate(job, f"[{n}/{len(jobs)}] {job.name}")
+        if not calibrate.is_main():
+            return  # what is left needs no other process
+        if not alone:
+            for n, job in enumerate(jobs, start=1):
+                _evaluate(job, f"[{n}/{len(jobs)}] {job.name}")
+        _report(args)
+
+
+# What there is to do
+
+
+def _jobs(args: argparse.Namespace) -> list[Job]:
+    """Every recipe with every seed; recipes that come to the same run are run once."""
+    output = Path(args.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: name a folder for the runs.")
+    common.check_output_file(str(output / "x"))
+    if args.seeds is not None and (min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds)):
+        raise ValueError(f"--seeds is {' '.join(map(str, args.seeds))}: give whole numbers from 0 on, each once.")
+    jobs: list[Job] = []
+    for path in _recipes(args.recipes):
+        settings = _settings(path)
+        name = f"{path.absolute().parent.name}-{path.stem}"
+        if any(job.folder.parent.name == name and job.recipe != path for job in jobs):
+            raise ValueError(f"Two recipes would be run in {output / name}: rename {path} or its folder.")
+        for seed in args.seeds or [settings["seed"]]:
+            own = {**settings, "seed": seed}
+            same = next((job for job in jobs if _difference(job.settings, own, _CONTENT) is None), None)
+            if same is not None:
+                common.warn(f"{path} with seed {seed} is the same run as {same.recipe}: left out.")
+                continue
+            jobs.append(Job(path, seed, own, output / name / f"seed-{seed}"))
+    return jobs
+
+
+def _recipes(given: list[str]) -> list[Path]:
+    """The files, and in place of a folder the recipes in it, by the order of the paper's settings."""
+    from sdmlm.replication import setting_order
+
+    found: list[Path] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            inside = sorted(path.glob("*.yaml"), key=lambda p: setting_order(p.stem))
+            if not inside:
+                raise ValueError(f"{path} holds no recipe (.yaml).")
+            found += inside
+        elif not path.exists():
+            raise ValueError(f"{path} does not exist: name a recipe (.yaml) or a folder of them.")
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    kinds = {**{name: kind | None for name, kind in OPTIONS.items()}, **recipe.field_types()}
+    settings = recipe.typed(recipe.read_recipe(str(path)), kinds, str(path))
+    for name, what in (("model", "a model"), ("data", "rows"), ("task", "a task"), ("tests", "test sets")):
+        if not settings.get(name):
+            raise ValueError(f"{path} names no {name}: `sdmlm replicate` needs {what}.")
+    for test, source in settings["tests"].items():
+        if not isinstance(test, str) or not re.fullmatch(r"[\w-]+", test) or not isinstance(source, str):
+            raise ValueError(f"{path}: tests must be `name: rows`, one a line, names of letters, digits, _ and -.")
+    return {"seed": recipe.field_default("seed"), **settings}
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Sequence[str] = ()) -> str | None:
+    """The first setting in which two runs differ, of those that make a run another one or are `counted`."""
+    for name in {**one, **other}:
+        free = (is_free(name) and name not in counted) or name.endswith("_token")  # no record keeps a token
+        default = recipe.field_default(name)
+        if not free and one.get(name, default) != other.get(name, default):
+            return name
+    return None
+
+
+# Before anything is run
+
+
+def _check(jobs: list[Job]) -> None:
+    """Refuse folders of other runs, and rows that cannot be used, before hours of work; the same rows once."""
+    from sdmlm.replication import check_reference, load_task
+
+    names = ("model", "data", "calibration", "tests", "task", "max_length", "truncate_prompt", "verification_tags")
+    seen: set[str] = set()
+    for job in jobs:
+        record = job.record()
+        if record is not None:
+            _check_same(job, record)
+        if record is not None and record["status"] == "finished" and not _left(job):
+            continue  # nothing more is read
+        key = json.dumps([job.settings.get(name) for name in names])
+        if key in seen:
+            continue
+        seen.add(key)
+        plan, task = _plan(job, record), load_task(job.settings["task"])
+        for source in plan.sources:
+            calibrate.check_lengths(plan.encoder, source.rows, source.source)
+        for rows in (_rows(job, test) for test in job.settings["tests"]):
+            check_reference(task, rows.rows, rows.source)
+            calibrate.check_lengths(plan.encoder, rows.rows, rows.source)
+
+
+def _check_same(job: Job, record: dict[str, Any]) -> None:
+    """Refuse to go on with a run of other settings or other rows."""
+    name = _difference(record["settings"], job.settings)
+    if name is not None:
+        old, new = (s.get(name, recipe.field_default(name)) for s in (record["settings"], job.settings))
+        raise ValueError(
+            f"{job.folder} holds a run of another recipe: {name} was {old!r} and is {new!r} in {job.recipe}. Give "
+            "another --output."
+        )
+    data = job.settings["data"]
+    for source, facts in (
+        (data, record["data"]["train"]),
+        (job.settings.get("calibration") or data, record["data"]["calibration"]),
+    ):
+        _check_rows(job, source, facts["sha256"])
+    for test, source in job.settings["tests"].items():
+        if (stored := _stored(job, test)) is not None:
+            _check_rows(job, source, stored["rows_sha256"])
+
+
+def _check_rows(job: Job, source: str, sha256: str) -> None:
+    path = Path(source)
+    if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise ValueError(f"{job.folder} was made with other rows than {source} holds now. Give another --output.")
+
+
+def _stored(job: Job, test: str) -> dict[str, Any] | None:
+    """The facts of an evaluation that is there already."""
+    from sdmlm.replication import evaluation_file, read_evaluation
+
+    path = evaluation_file(job.folder, test)
+    return read_evaluation(path)[1] if path.exists() else None
+
+
+def _left(job: Job) -> list[str]:
+    """The test sets on which the model of a finished run is still to be evaluated with its present SDM layer."""
+    layer = _layer(job)
+    return [test for test in job.settings["tests"] if (_stored(job, test) or {}).get("sdm_sha256") != layer]
+
+
+def _layer(job: Job) -> str:
+    return hashlib.sha256((job.folder / "sdm" / "config.json").read_bytes()).hexdigest()  # it names all the rest
+
+
+def _plan(job: Job, record: dict[str, Any] | None) -> Plan:
+    settings, config = read_settings(job.arguments(), record)
+    return make_plan(settings, config, record)
+
+
+def _show_plan(args: argparse.Namespace, jobs: list[Job]) -> None:
+    rows: list[dict[str, Any]] = []
+    for job in jobs:
+        record = job.record()
+        status = "to be trained" if record is None else "to be resumed" if record["status"] == "started" else "trained"
+        left = _left(job) if status == "trained" else list(job.settings["tests"])
+        rows.append(
+            {"recipe": str(job.recipe), "seed": job.seed, "folder": str(job.folder), "model": status, "tests": left}
+        )
+    if args.json:
+        common.print_json({"runs": rows})
+        return
+    table = common.rich_table(
+        "Runs", ("folder", "seed", "model", "tests to do"), left=["folder", "model", "tests to do"]
+    )
+    for row in rows:
+        table.add_row(row["folder"], str(row["seed"]), row["model"], ", ".join(row["tests"]) or "none")
+    common.console(args).print(table)
+
+
+# Running
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether the folder of a run is ours for the time being. The lock goes with the process, however it ends."""
+    import fcntl  # not on Windows, where the other commands must still work
+
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def _train(job: Job, title: str) -> None:
+    """Fine-tune unless that is done; the checkpoints of a finished run go."""
+    record = job.record()
+    if record is None or record["status"] != "finished":
+        common.warn(f"{title}: {'training' if record is None else 'training goes on'}")
+        train.train(_plan(job, record), resume=True)
+        gc.collect()  # the trainer refers to itself
+    if calibrate.is_main():
+        for folder in job.folder.glob("checkpoint-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _evaluate(job: Job, title: str) -> None:
+    """Generate for the test sets that are left, and keep what came of each."""
+    from sdmlm.lm import SDMLanguageModel
+    from sdmlm.replication import evaluate, evaluation_file, load_task, write_evaluation
+
+    left = _left(job)
+    if not left:
+        return
+    lm, task = SDMLanguageModel.from_pretrained(job.folder), load_task(job.settings["task"])
+    for test in left:
+        rows = _rows(job, test)
+        common.warn(f"{title}: {len(rows)} prompts of {test}")
+        start = time.perf_counter()
+        with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints
+            found = evaluate(lm, task, rows.rows, job.settings.get("reward"))
+        source = {"test": test, "rows_source": rows.source, "rows_sha256": rows.sha256, "sdm_sha256": _layer(job)}
+        facts = {**job.facts(), **source, "seconds": round(time.perf_counter() - start, 1)}
+        write_evaluation(evaluation_file(job.folder, test), found, facts)
+
+
+def _rows(job: Job, test: str) -> PreferenceRows:
+    from sdmlm.preference_files import read_preferences
+
+    return read_preferences(job.settings["tests"][test])
+
+
+def _report(args: argparse.Namespace) -> None:
+    """The tables over all that is finished in DIR, also by earlier calls and by other processes."""
+    from sdmlm.artifacts import write_text_atomically
+    from sdmlm.replication import read_runs
+    from sdmlm.replication_tables import tables
+    from sdmlm.report.replication import write_report
+
+    folder = Path(args.output)
+    runs = read_runs(folder)
+    if not runs:
+        return  # all of it is left to other processes
+    found = tables(runs)
+    write_text_atomically(
+        folder / "tables.json", json.dumps(found.json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
+    write_text_atomically(folder / "tables.csv", found.csv())
+    write_text_atomically(folder / "tables.tex", found.latex())
+    write_report(folder / "report.html", runs, found)
+    if args.json:
+        common.print_json(found.json())
+        return
+    out = common.console(args)
+    for table in found.rich():
+        out.print(table)
+    for comparison in found.comparisons:
+        out.print(comparison.statement(), markup=False)
+    out.print(f"Written: {folder}/tables.csv, tables.json, tables.tex, report.html.", markup=False, soft_wrap=True)

@@ -1,0 +1,266 @@
+"""The demo: an SDM language model comes to life on two cores.
+
+A small base LM of our own learns to put the last words of a sentence back into order, once with cross-entropy and once
+with the SDM loss, both with hard negatives. Then both answer sentences that they do not know, and sentences that are longer
+than any they know. The two fine-tunings are `sdmlm train`, side by side, one thread each.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from sdmlm.artifacts import write_text_atomically
+from sdmlm.demo.sentences import sentences
+from sdmlm.lm import SDMLanguageModel
+from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, write_evaluation
+from sdmlm.replication_tables import Tables, tables
+from sdmlm.report.replication import write_report
+from sdmlm.tasks import word_ordering
+from sdmlm.verification import Verification
+
+MARK = "demo.json"  # says that a folder is ours
+SEED = 0
+SENTENCES_SEED = 0  # of the grammar; the base LM was trained on other seeds
+LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
+LOSSES = {"ce_hn": "ce", "sdm_hn": "sdm"}
+ALPHA = 0.95
+# Chosen on the calibration rows and a development set; recipes/demo holds the same.
+TRAINING: dict[str, Any] = {
+    "num_train_epochs": 6,
+    "per_device_train_batch_size": 32,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-3,
+    "eval_strategy": "steps",
+    "eval_steps": 0.34,
+    "save_strategy": "steps",
+    "save_steps": 0.34,
+    "save_total_limit": 1,
+    "alpha": ALPHA,
+    "exemplar_dim": 256,
+    "sdm_epochs": 50,
+    "sdm_learning_rate": 1e-3,
+}
+SIZES = {"train": 4000, "calibration": 4000, "test": 1000, "shifted": 1000}
+FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
+FAST_SIZES = {"train": 1000, "calibration": 1000, "test": 200, "shifted": 200}
+
+INTRO = (
+    "A small language model of our own (trained from scratch on the sentences of a grammar) is shown {train} sentences whose "
+    "last three words are shuffled, and learns to put them back into order: once with the usual cross-entropy, once with the "
+    "SDM loss. {calibration} other sentences calibrate an SDM layer for each. At alpha {alpha:g} it should accept only "
+    "verdicts of which at least {alpha:.0%} are right."
+)
+READING = (
+    '"test" are {test} unseen sentences, "shifted" the {shifted} longest, longer than any in training. An answer is accepted '
+    "when its verdict (Yes: the words are in order, No: they are not) lies in the high-reliability region. n/|D| is the share "
+    "accepted, Acc. how many of those verdicts are right."
+)
+
+
+def run_demo(folder: str, fast: bool, out: Console) -> Tables:
+    """Data, two fine-tunings, two test sets each, tables, report, and answers with the reasons for their verdicts."""
+    home, began = _ready(Path(folder)), time.perf_counter()
+    sizes = FAST_SIZES if fast else SIZES
+    out.print(INTRO.format(**sizes, alpha=ALPHA), style="italic")
+    splits = demo_splits(sizes)
+    for name, rows in splits.items():
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_text_atomically(home / "data" / f"{name}.jsonl", "".join(lines))
+    _fine_tune(home, FAST_TRAINING if fast else TRAINING, out)
+    runs, examples = [], []
+    for setting, label in LABELS.items():
+        lm = SDMLanguageModel.from_pretrained(home / setting)
+        with _one_thread():
+            evaluations = {name: _evaluate(lm, home, setting, name, splits[name]) for name in ("test", "shifted")}
+            if setting == "sdm_hn":
+                examples = pick_examples(lm, evaluations, splits)
+        history = json.loads((home / setting / "training.json").read_text(encoding="utf-8"))["log_history"]
+        runs.append(Run("demo", setting, label, SEED, evaluations, history))
+    found = tables(runs)
+    for table in found.rich():
+        out.print(table)
+    out.print(READING.format(**sizes), style="italic")
+    for comparison in found.comparisons:
+        out.print(Text("\n" + comparison.statement()))
+    for title, prompt, verification in examples:
+        _show(out, title, prompt, verification)
+    for ending, text in (("csv", found.csv()), ("json", json.dumps(found.json(), indent=1)), ("tex", found.latex())):
+        write_text_atomically(home / f"tables.{ending}", text)
+    more = [("Answers of the SDM language model", _examples_html(examples))]
+    write_report(home / "report.html", runs, found, "An SDM language model comes to life", more)
+    out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / 'report.html'} for plots. Try next:", markup=False)
+    for line in (f"sdmlm chat {home / 'sdm_hn'}", f"sdmlm serve {home / 'sdm_hn'}"):
+        out.print(f"  {line}", markup=False, soft_wrap=True)
+    return found
+
+
+def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
+    """The rows of the demo, always the same."""
+    n = sum(sizes.values())
+    return word_ordering.make_splits(sentences(2 * n, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
+
+
+def _ready(home: Path) -> Path:
+    """An empty folder of our own; what an earlier demo left there goes, anything else stays and is refused."""
+    if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
+        raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
+    for name in ("data", *LABELS):
+        shutil.rmtree(home / name, ignore_errors=True)
+    write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
+    return home
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """So that the numbers do not depend on the number of cores; for a model this small it is hardly slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# Fine-tuning
+
+
+def command(home: Path, setting: str, training: Mapping[str, Any]) -> list[str]:
+    """The `sdmlm train` that makes the model of a setting."""
+    options = {
+        "model": "demo",
+        "data": home / "data" / "train.jsonl",
+        "calibration": home / "data" / "calibration.jsonl",
+        "output": home / setting,
+        "loss": LOSSES[setting],
+        "seed": SEED,
+        **training,
+    }
+    return ["train", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+
+
+def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> None:
+    """Both settings side by side, each in a process and on a thread of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    options = {**training, "logging_steps": 5}
+    running: dict[str, subprocess.Popen[str]] = {}
+    said: dict[str, list[str]] = {setting: [] for setting in LABELS}
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[where]}"), TimeElapsedColumn()
+    with Progress(*columns, console=out) as progress:
+        tasks = {
+            setting: progress.add_task(f"{label:8}", total=training["num_train_epochs"], where="starting")
+            for setting, label in LABELS.items()
+        }
+
+        def follow(setting: str) -> None:
+            """The log of a training as a progress bar."""
+            for line in running[setting].stderr or ():
+                said[setting].append(line)
+                if (at := re.search(r"^loss ([\d.e-]+).* epoch ([\d.]+)", line)) is not None:
+                    where = f"epoch {float(at[2]):.1f}, loss {float(at[1]):.3f}"
+                    progress.update(tasks[setting], completed=float(at[2]), where=where)
+                elif "train_runtime" in line:
+                    progress.update(tasks[setting], completed=training["num_train_epochs"], where="final SDM layer")
+
+        try:
+            for setting in LABELS:
+                arguments = [sys.executable, "-m", "sdmlm.cli", *command(home, setting, options), "--json"]
+                running[setting] = subprocess.Popen(
+                    arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+            followers = [threading.Thread(target=follow, args=[setting]) for setting in LABELS]
+            for follower in followers:
+                follower.start()
+            for follower in followers:
+                follower.join()
+            codes = {setting: process.wait() for setting, process in running.items()}
+        finally:
+            for process in running.values():
+                process.terminate()
+    for setting, code in codes.items():
+        if code:
+            last = [line for line in said[setting] if line.startswith("sdmlm: ")] or said[setting] or ["no message"]
+            raise ValueError(f"Fine-tuning {LABELS[setting]} failed: {last[-1].removeprefix('sdmlm: ').strip()}")
+        for checkpoint in (home / setting).glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+
+
+# Answers
+
+
+def _evaluate(
+    lm: SDMLanguageModel, home: Path, setting: str, name: str, rows: Sequence[Mapping[str, Any]]
+) -> Evaluation:
+    found = evaluate(lm, word_ordering, rows)
+    facts = {"family": "demo", "setting": setting, "label": LABELS[setting], "seed": SEED, "test": name}
+    write_evaluation(evaluation_file(home / setting, name), found, facts)
+    return found
+
+
+def pick_examples(
+    lm: SDMLanguageModel, evaluations: Mapping[str, Evaluation], splits: Mapping[str, Sequence[Mapping[str, str]]]
+) -> list[tuple[str, str, Verification]]:
+    """(title, prompt, answer), not picked by hand: the first of each kind."""
+    wanted = []
+    for name, e in evaluations.items():
+        yes, right = e.prediction == 1, e.prediction == e.y
+        kinds = {
+            "verified: accepted as Yes": e.accepted & yes & right,
+            "known to be wrong: accepted as No": e.accepted & ~yes & right,
+            "rejected": ~e.accepted,
+            "accepted though its verdict is wrong": e.accepted & ~right,
+        }
+        if name == "shifted":
+            kinds = {"rejected": ~e.accepted}
+        for kind, mask in kinds.items():
+            if mask.any():
+                wanted.append((f"The first of the {name} answers that is {kind}", splits[name][int(mask.argmax())]))
+    answers = lm.generate([row["prompt"] for _, row in wanted], neighbors=2, progress=False)
+    return [(title, row["prompt"], answer) for (title, row), answer in zip(wanted, answers, strict=True)]
+
+
+def _asked(prompt: str) -> str:
+    """What a prompt of the task asks, without its standing words."""
+    start, end = re.findall(r"'(.*?)'(?= by reordering|\. Only)", prompt)
+    return f"{start} ... ({end})"
+
+
+def _lines_of(verification: Verification) -> Iterator[str]:
+    yield f"Answer: {verification.text}"
+    yield verification.reason
+    for exemplar in verification.exemplars:
+        document = re.sub(r"<\|.*?\|>", "", exemplar.text or "").split(" if it did not.")[-1].strip()
+        what = "right" if exemplar.label == 1 else "wrong"
+        yield f"  near it, at {exemplar.distance:.2f}: {document.removesuffix('<verified>').strip()} ({what})"
+
+
+def _show(out: Console, title: str, prompt: str, verification: Verification) -> None:
+    out.print(Text(f"\n{title}", style="bold"))
+    out.print(Text(f"Asked:  {_asked(prompt)}"))
+    for line in _lines_of(verification):
+        out.print(Padding(Text(line.strip()), (0, 0, 0, len(line) - len(line.lstrip()))))
+
+
+def _examples_html(examples: Sequence[tuple[str, str, Verification]]) -> str:
+    parts = []
+    for title, prompt, verification in examples:
+        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in _lines_of(verification))
+        parts.append(f"<h3>{html.escape(title)}</h3><p>{html.escape(_asked(prompt))}</p><ul>{lines}</ul>")
+    return "".join(parts)

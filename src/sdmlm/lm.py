@@ -1,0 +1,567 @@
+"""SDMLanguageModel: generation whose answers come with the verdict of the SDM layer (spec section 7, "Use").
+
+The LM generates as usual. The SDM layer reads the document (prompt, answer, `<verified>`), and the verdict that follows the
+tag is its prediction, never the LM's next token. An answer without a tag gets one and is judged like any other. However an
+answer came about, it is judged as an answer to the prompt that was asked, so `verify(prompt, text)` says the same.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sdmlm.artifacts import write_text_atomically
+from sdmlm.encoding import Encoder, Messages, VerificationTags, completion_text
+from sdmlm.estimator import SDMEstimator
+from sdmlm.explain import Exemplar, _exemplars, reason
+from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
+from sdmlm.final_layer import SDM_FOLDER, fingerprint, read_final_layer_facts, write_final_layer
+from sdmlm.forward import inner_lm
+from sdmlm.negatives import generate
+from sdmlm.region import HighReliabilityRegion, check_alpha
+from sdmlm.scores import Scores
+from sdmlm.summary import GenerationReader, embed_sequences
+from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole
+
+if TYPE_CHECKING:
+    from sdmlm.search import SearchCalibration, SearchPolicy
+
+RECORD = "training.json"
+FORMAT_VERSION = 1  # of sdm/lm.json
+MAX_NEW_TOKENS = 256  # where the SDM layer was saved without a bound
+Prompt = str | Messages
+
+
+class SDMLanguageModel:
+    """A causal LM with its SDM layer: `generate` and `verify` say of every answer whether it can be accepted.
+
+    `model`, `tokenizer`, `encoder` (how documents are put to the model), `estimator` (the SDM layer, feedback included),
+    `facts` (sdm/lm.json), `alpha` (the default of every call), `folder` (where feedback is kept; None for a model of the
+    Hub), `search_calibrations`. Calls do not change the object, except `feedback` and what says so by its name.
+
+    A damaged SDM layer, or one that was fitted over other weights, is refused by `from_pretrained`.
+    """
+
+    tokens_per_batch = 8192  # padded tokens of a batch
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        encoder: Encoder,
+        estimator: SDMEstimator,
+        facts: Mapping[str, Any],
+        folder: Path | None = None,
+    ) -> None:
+        if len(estimator.layers_) != 1 or len(estimator.classes_) != 2:
+            raise ValueError("The SDM layer of a language model is a single model of two classes (No, Yes).")
+        width = 2 * inner_lm(model).config.get_text_config().hidden_size
+        if estimator.n_features_in_ != width:
+            raise ValueError(
+                f"The SDM layer reads summaries {estimator.n_features_in_} wide but this model gives {width}: it belongs "
+                "to another model."
+            )
+        self.model, self.tokenizer, self.encoder = model.eval(), tokenizer, encoder
+        self.facts, self.folder = dict(facts), folder
+        self.alpha = estimator.alpha_
+        self.estimator = self._fitted = estimator  # the second stays as it was fitted, without feedback
+        self.search_calibrations: tuple[SearchCalibration, ...] = ()
+        self._feedback = FeedbackLog()
+        self._digest: tuple[SDMEstimator, str] | None = None
+
+    @property
+    def tags(self) -> VerificationTags:
+        """The verification tags."""
+        return self.encoder.tags
+
+    # Answers
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        alpha: float | None = None,
+        neighbors: int = 3,
+        search: SearchPolicy | str | None = None,
+        on_text: Callable[[int, str], bool | None] | None = None,
+        progress: bool = True,
+    ) -> Any:
+        """Answers with their verdicts: a list for a list of prompts, one Verification for a single prompt.
+
+        prompts: strings or conversations (lists of role/content). temperature 0 is greedy; otherwise the same seed gives
+        the same answers. stop: strings that end an answer and are no part of it. alpha: another one than the model's, for
+        this call. neighbors: how many support documents come along as evidence. search: a `SearchPolicy` or its kind
+        ("resample", "reprompt", "continue"), for answers that are not verified at first. `on_text(number of the prompt,
+        piece)` hears the text of answers as it becomes certain, and ends an answer by returning False; not with search.
+        """
+        asked, single = _as_list(prompts)
+        sampling = self.sampling(max_new_tokens, temperature, top_p, stop)
+        check_whole("seed", seed, 0)
+        alpha = self._checked_alpha(alpha)
+        check_whole("neighbors", neighbors, 0)
+        lengths = self.check_prompts(asked)
+        if search is not None:
+            from sdmlm.search import run_search
+
+            if on_text is not None:
+                raise ValueError("on_text does not go with search: a searched answer is known only at the end.")
+            found = run_search(self, asked, lengths, search, sampling, seed, alpha, neighbors, progress).verifications
+        else:
+            seeds = [[seed, n] for n in range(len(asked))]
+            answers = self.write(asked, lengths, sampling, seeds, on_text, progress)
+            found = self.judge(answers, alpha, neighbors, progress)
+        return found[0] if single else found
+
+    def verify(
+        self, prompts: Any, completions: Any, *, alpha: float | None = None, neighbors: int = 3, progress: bool = True
+    ) -> Any:
+        """Judge answers written by anyone: a person, another LM, an API.
+
+        Both are lists of the same length, or a single prompt with a single completion. A verification suffix at the end
+        of a completion, whole or cut off, is no part of it; whatever else it says about itself is text like any other.
+        """
+        asked, single = _as_list(prompts)
+        if single and isinstance(completions, str):
+            completions = [completions]
+        alpha = self._checked_alpha(alpha)
+        check_whole("neighbors", neighbors, 0)
+        if isinstance(completions, str) or not isinstance(completions, Sequence) or len(completions) != len(asked):
+            raise ValueError("completions must be a list with one completion for each prompt.")
+        lengths = self.check_prompts(asked)
+        answers = [self._given(n, *each) for n, each in enumerate(zip(asked, lengths, completions, strict=True))]
+        found = self.judge(answers, alpha, neighbors, progress)
+        return found[0] if single else found
+
+    def sampling(
+        self,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> Sampling:
+        """Checked settings of a generation; max_new_tokens as for the SDM layer's own documents, where not given."""
+        if max_new_tokens is None:
+            max_new_tokens = int(self.facts.get("max_new_tokens") or MAX_NEW_TOKENS)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        return Sampling(max_new_tokens, temperature, top_p, stops)
+
+    def write(
+        self,
+        prompts: Sequence[Prompt],
+        lengths: Sequence[int],
+        sampling: Sampling,
+        seeds: Sequence[Sequence[int]],
+        on_text: Callable[[int, str], bool | None] | None = None,
+        progress: bool = True,
+        contexts: Sequence[Prompt] | None = None,
+        begun: Sequence[str] | None = None,
+    ) -> list[Answer]:
+        """Answers of the LM, not judged yet. `lengths` are those of the prompts in tokens, from `check_prompts`.
+
+        `contexts` are put to the LM in place of the prompts, and `begun` is what its turn begins with (both for search);
+        a document is then not what the LM has read, so h is left to `judge`.
+        """
+        own = contexts is None and begun is None
+        answers: dict[int, Answer] = {}
+        texts = [AnswerText(self.encoder, sampling.stop) for _ in prompts]
+
+        def finish(n: int, ids: list[int]) -> list[int]:
+            answers[n] = self._written(prompts[n], lengths[n], ids, texts[n])
+            return answers[n].ids
+
+        def ends(n: int, ids: list[int]) -> bool:
+            if texts[n].stopped(ids):
+                return True
+            piece = texts[n].piece(ids) if on_text is not None else ""
+            return bool(piece) and on_text is not None and on_text(n, piece) is False
+
+        reader = GenerationReader(self.encoder.open_ids, finish) if own else None
+        generated = generate(
+            self.model,
+            self.encoder,
+            prompts if contexts is None else contexts,
+            sampling.max_new_tokens,
+            sampling.temperature,
+            seeds,
+            self.tokens_per_batch,
+            progress,
+            top_p=sampling.top_p,
+            begun=begun,
+            ends=ends if sampling.stop or on_text is not None else None,
+            reader=reader,
+        )
+        for n, ids in enumerate(generated):
+            if n not in answers:
+                finish(n, ids)
+            if reader is not None:
+                answers[n].h = reader.h.get(n)
+            if on_text is not None and (piece := texts[n].last(answers[n].text)):
+                on_text(n, piece)
+        return [answers[n] for n in range(len(prompts))]
+
+    def judge(
+        self, answers: Sequence[Answer], alpha: float, neighbors: int, progress: bool = True
+    ) -> list[Verification]:
+        """What the SDM layer says about answers."""
+        if not answers:
+            return []
+        h = self.summaries(answers, progress)
+        return self.verdicts(answers, h, self.score(h, alpha), self.estimator.layers_[0].region(alpha), neighbors)
+
+    def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
+        """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
+        missing = [n for n, answer in enumerate(answers) if answer.h is None]
+        if missing:
+            ids = [answers[n].ids for n in missing]
+            lm = inner_lm(self.model)
+            h = embed_sequences(lm, ids, tokens_per_batch=self.tokens_per_batch, progress=progress)
+            for n, row in zip(missing, h, strict=True):
+                answers[n].h = row
+        return torch.stack([answer.h.float().cpu() for answer in answers if answer.h is not None])
+
+    def score(self, h: Tensor, alpha: float) -> Scores:
+        """Scores of summaries at an alpha of their own: the estimator keeps its."""
+        return self.estimator.layers_[0].score(self.estimator._matrix(h, "h", self.estimator.n_features_in_), alpha)
+
+    def verdicts(
+        self,
+        answers: Sequence[Answer],
+        h: Tensor,
+        scores: Scores,
+        region: HighReliabilityRegion,
+        neighbors: int,
+    ) -> list[Verification]:
+        """Answers with their scores, in words too; `region` is the one that the scores were decided by."""
+        tags, layer = self.tags, self.estimator.layers_[0]
+        exemplars: list[tuple[Exemplar, ...]] = [()] * len(answers)
+        if neighbors:
+            vectors, _ = layer.adaptor(self.estimator._matrix(h, "h"))
+            exemplars = _exemplars(layer.support, vectors, layer.support_ids, self.estimator.documents_, neighbors)
+        found = []
+        for i, answer in enumerate(answers):
+            c = int(scores.prediction[i])
+            highest = float(scores.highest_alpha[i])
+            found.append(
+                Verification(
+                    text=answer.text,
+                    accepted=bool(scores.accepted[i]),
+                    verdict=tags.yes if c else tags.no,
+                    probability=float(scores.p[i, c]),
+                    probability_lower=float(scores.p_lower[i, c]),
+                    probability_upper=float(scores.p_upper[i, c]),
+                    q=int(scores.q[i]),
+                    d=float(scores.d[i]),
+                    d_nearest=float(scores.d_nearest[i]),
+                    q_prime=float(scores.q_prime[i]),
+                    accepted_lower=bool(scores.accepted_lower[i]),
+                    out_of_distribution=bool(scores.out_of_distribution[i]),
+                    highest_alpha=None if math.isnan(highest) else highest,
+                    exemplars=exemplars[i],
+                    reason=reason(scores, i, region, (tags.no, tags.yes)),
+                    alpha=region.alpha,
+                    completion=answer.text + tags.suffix(bool(c)),
+                    generated=answer.generated,
+                    lm_verdict=answer.lm_verdict,
+                    finish_reason=answer.finish_reason,
+                    prompt_tokens=answer.prompt_tokens,
+                    completion_tokens=answer.completion_tokens,
+                    yes=tags.yes,
+                )
+            )
+        return found
+
+    def _written(self, prompt: Prompt, length: int, ids: list[int], text: AnswerText) -> Answer:
+        """The answer in generated ids."""
+        body, verdict = text.read(ids)
+        try:
+            document = self.encoder.encode_for_judging(prompt, body)
+        except ValueError:  # strange tokens may be more when they are encoded again: then as they were generated
+            kept = ids[: max(0, len(ids) - 1)]
+            document = self.encoder.encode_prompt(prompt) + kept + self.encoder.open_ids
+        over = text.stopped(ids) or self.encoder.ends(ids)
+        return Answer(
+            text=body,
+            ids=document,
+            prompt_tokens=length,
+            completion_tokens=len(ids),
+            generated=text.verbatim(ids),
+            lm_verdict=verdict,
+            finish_reason="stop" if over else "length",
+        )
+
+    def _given(self, n: int, prompt: Prompt, length: int, completion: Any) -> Answer:
+        """A completion that somebody else wrote."""
+        if not isinstance(completion, str) and not (
+            isinstance(completion, Sequence) and len(completion) == 1 and _is_message(completion[0])
+        ):
+            raise ValueError(
+                f"Completion {n} is {type(completion).__name__}: give text, or a list with one assistant message."
+            )
+        text = bare(completion_text(completion), self.tags)
+        _check_spelling(text, f"Completion {n}")
+        try:
+            ids = self.encoder.encode_for_judging(prompt, text)
+        except ValueError as error:
+            raise ValueError(
+                f"Prompt {n} and its completion are longer together than the {self.encoder.max_length} tokens of the "
+                "model's context: shorten them."
+            ) from error
+        return Answer(text, ids, length, len(ids) - length)
+
+    # What is asked of input
+
+    def check_prompts(self, prompts: Sequence[Any]) -> list[int]:
+        """The length of each prompt in tokens; one that cannot be answered is refused by its number."""
+        return [self._check_prompt(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts)]
+
+    def _check_prompt(self, prompt: Any, name: str) -> int:
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, Sequence) or not prompt or not all(map(_is_message, prompt)):
+                raise ValueError(
+                    f"{name} is {type(prompt).__name__}: give text, or a conversation, which is a list of "
+                    "{'role': ..., 'content': ...} with text in both."
+                )
+            if prompt[-1]["role"] == "assistant":
+                raise ValueError(f"{name} ends with an assistant message: end with what is to be answered.")
+        text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
+        if not text.strip():
+            raise ValueError(f"{name} is empty: write something to answer.")
+        _check_spelling(text, name)
+        encoder = self.encoder
+        try:
+            ids = encoder._prompt_ids(prompt, None)
+        except ValueError as error:
+            raise ValueError(f"{name}: {str(error).partition(': ')[2]}") from error
+        if encoder.max_length is None:
+            return len(ids)
+        room = encoder.max_length - encoder.suffix_length - 1  # at least one token for the answer
+        if len(ids) <= room:
+            return len(ids)
+        if encoder.truncate_prompt and room > 1:
+            return len(encoder.encode_prompt(prompt))
+        raise ValueError(f"{name} has {len(ids)} tokens, but the model's context leaves room for {room}: shorten it.")
+
+    def digest(self) -> str:
+        """A hash over all that decisions rest on: the SDM layer and its support, feedback included."""
+        if self._digest is None or self._digest[0] is not self.estimator:
+            self._digest = self.estimator, self.estimator.digest()
+        return self._digest[1]
+
+    def _checked_alpha(self, alpha: float | None) -> float:
+        return self.alpha if alpha is None else check_alpha(alpha)
+
+    # Feedback
+
+    def feedback(self, prompt: Prompt, completion: str | Messages, label: bool | str, *, save: bool = True) -> str:
+        """Add a document that a person has judged to the support, and return its id.
+
+        label: whether the completion follows the instructions: True or "yes", False or "no". The weights stay; q, d and the
+        region change, as does every later decision near it. It is kept in the model's folder (`sdm/feedback/`) unless `save`
+        is False. Calibrations of searches hold for the support that they were made with: they no longer apply.
+        """
+        y = self._label(label)
+        self._check_save(save)
+        length = self._check_prompt(prompt, "The prompt")
+        answer = self._given(0, prompt, length, completion)
+        h = self.summaries([answer], progress=False)[0]
+        log = self._feedback.added(self.encoder.decode(answer.ids), y, h)
+        self._use(log, save, with_feedback(self.estimator, log.items[-1:]))
+        return log.items[-1].id
+
+    def undo_feedback(self, id: str | None = None, *, save: bool = True) -> str:
+        """Take one feedback back (default: the latest), also after a reload; returns its id."""
+        self._check_save(save)
+        log, gone = self._feedback.without(id)
+        self._use(log, save, with_feedback(self._fitted, log.items))
+        return gone.id
+
+    @property
+    def feedback_ids(self) -> list[str]:
+        """Ids of the feedback in the support, oldest first."""
+        return [item.id for item in self._feedback.items]
+
+    def _use(self, log: FeedbackLog, save: bool, estimator: SDMEstimator) -> None:
+        if save and self.folder is not None:  # first: where it cannot be kept, nothing changes
+            save_feedback(self.folder / SDM_FOLDER, log, self.facts["fingerprint"])
+        self._feedback, self.estimator = log, estimator
+
+    def _label(self, label: Any) -> int:
+        words = {"yes": 1, "no": 0, self.tags.yes.lower(): 1, self.tags.no.lower(): 0}
+        known = label if isinstance(label, bool) else words.get(label.lower()) if isinstance(label, str) else None
+        if known is None:
+            raise ValueError(f'label is {label!r} but must be True, False, "yes" or "no".')
+        return int(known)
+
+    def _check_save(self, save: bool) -> None:
+        if save and self.folder is None:
+            raise ValueError("This model has no folder of its own to keep feedback in: call save_pretrained first.")
+
+    # On disk
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        allow_other_weights: bool = False,
+        **hub: Any,
+    ) -> SDMLanguageModel:
+        """Open a folder, or a model of the Hub, that holds a causal LM with its SDM layer in `sdm/`.
+
+        device: by default a GPU where there is one. dtype: by default that of the saved weights. An SDM layer that was
+        fitted over other weights is refused, unless `allow_other_weights`: its verdicts then mean little. `hub`: what
+        `huggingface_hub.snapshot_download` takes, such as revision and token.
+        """
+        from sdmlm.search import load_searches
+
+        folder, own = _local_folder(path, hub)
+        sdm = folder / SDM_FOLDER
+        if not sdm.is_dir():
+            raise ValueError(f"{path} has no sdm/ folder, so it is no SDM language model: run sdmlm calibrate on it.")
+        facts = read_final_layer_facts(sdm)
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        estimator = SDMEstimator.from_pretrained(sdm, where)
+        try:
+            version = int(facts["format_version"])
+            tags = VerificationTags(**facts["tags"])
+            max_length, truncate_prompt, expected = facts["max_length"], facts["truncate_prompt"], facts["fingerprint"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{sdm / 'lm.json'} is damaged ({error}): run sdmlm calibrate --force.") from error
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"{sdm} was written by a newer sdmlm (format {version}, this one reads up to {FORMAT_VERSION}): upgrade."
+            )
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = _loaded(AutoTokenizer, folder, "tokenizer", path)
+        model = _loaded(AutoModelForCausalLM, folder, "model", path, dtype=dtype or "auto").to(where)
+        if not allow_other_weights and fingerprint(inner_lm(model).state_dict()) != expected:
+            raise ValueError(
+                f"The SDM layer in {sdm} was fitted over other weights than those of the model beside it: run sdmlm "
+                "calibrate --force, or give allow_other_weights=True."
+            )
+        self = cls(model, tokenizer, Encoder(tokenizer, tags, max_length, truncate_prompt), estimator, facts)
+        self.folder = folder if own else None
+        self._feedback = load_feedback(sdm, expected)
+        self.estimator = with_feedback(estimator, self._feedback.items)
+        self.search_calibrations = load_searches(sdm)
+        return self
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save model, tokenizer, `sdm/` with feedback and calibrated searches, and a model card (README.md).
+
+        Into the folder that the model came from, the weights are not written again.
+        """
+        self._save(Path(folder), Path(folder).name)
+        self.folder = Path(folder)
+
+    def _save(self, folder: Path, name: str) -> None:
+        """`name` is what the card calls the model."""
+        from sdmlm.model_card import model_card
+        from sdmlm.search import save_searches
+
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file: name a folder to save into.")
+        if self.folder is None or not folder.exists() or folder.resolve() != self.folder.resolve():
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        sdm = folder / SDM_FOLDER
+        write_final_layer(sdm, self._fitted, self.facts)
+        if self._feedback.next > 1 or (sdm / FEEDBACK).exists():
+            save_feedback(sdm, self._feedback, self.facts["fingerprint"])
+        save_searches(sdm, self.search_calibrations)
+        if self.folder is not None and (self.folder / RECORD).exists() and not (folder / RECORD).exists():
+            shutil.copy(self.folder / RECORD, folder / RECORD)  # what `sdmlm train` has written down about its data
+        write_text_atomically(folder / "README.md", model_card(self, name))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "SDM language model",
+    ) -> str:
+        """Save to a repository of the Hugging Face Hub, which is made where there is none; returns its address.
+
+        The texts of the support documents, feedback among them, go with the model.
+        """
+        from huggingface_hub import HfApi
+
+        with tempfile.TemporaryDirectory() as folder:
+            self._save(Path(folder), repo_id)
+            api = HfApi(token=token)
+            repo = api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(
+                repo_id=repo.repo_id, folder_path=folder, commit_message=commit_message, revision=revision
+            )
+        return str(repo)
+
+
+def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]:
+    """The folder of a model, and whether it is the user's own: that of a model of the Hub is a cache."""
+    folder = Path(path)
+    if folder.is_dir():
+        if hub:
+            raise ValueError(f"{path} is a folder here: {', '.join(hub)} goes only with a model of the Hub.")
+        return folder, True
+    name = str(path)
+    if folder.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise ValueError(f"{path} is no folder here: name the folder of an SDM language model, or org/name of the Hub.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Weights are saved as safetensors; checkpoints of a training run are of no use here.
+        return Path(snapshot_download(name, ignore_patterns=["checkpoint-*", "*.bin", "*.pt"], **hub)), False
+    except (OSError, ValueError) as error:
+        why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        raise ValueError(f"{path} is no folder here, and the Hub did not give it: {why}.") from error
+
+
+def _loaded(kind: Any, folder: Path, what: str, path: str | Path, **options: Any) -> Any:
+    from safetensors import SafetensorError
+
+    try:
+        return kind.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        raise ValueError(f"The {what} of {path} could not be loaded: {why}.") from error
+
+
+def _as_list(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether it was a single one."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompts is {type(prompts).__name__}: give text, a conversation (a list of role/content), or a list of these."
+        )
+    if prompts and isinstance(prompts[0], Mapping):
+        return [prompts], True
+    return list(prompts), False
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _check_spelling(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a surrogate pair, which is not text: remove it.") from error

@@ -1,0 +1,175 @@
+"""The model card (README.md) of a saved SDM language model: data, settings, the region, what it promises and what not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdmlm import __version__
+
+if TYPE_CHECKING:
+    from sdmlm.lm import SDMLanguageModel
+
+ALPHAS = (0.8, 0.9, 0.95, 0.99)
+
+HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- sdmlm
+- uncertainty
+- selective-classification
+---
+
+# SDM language model
+
+A causal language model with a Similarity-Distance-Magnitude (SDM) layer. Every answer comes with a verdict of that layer
+({yes} or {no}: does it follow the instructions?) and says whether the verdict can be accepted without a person looking.
+
+## How to use
+
+```python
+from sdmlm import SDMLanguageModel
+
+lm = SDMLanguageModel.from_pretrained("{name}")
+answer = lm.generate("...")
+print(answer.text, answer.verified, answer.reason)
+lm.verify("...", "an answer written by anyone")
+```
+
+`pip install "sdmlm[lm]"`. `AutoModelForCausalLM.from_pretrained` opens the model too, without verdicts.
+"""
+
+LIMITS = """\
+## Limits
+
+- Accepted means: in the high-reliability region, where accuracy is *estimated* to be at least alpha for each class. The
+  estimate is from data like the calibration data; under a shift it can fail.
+- The LM's own next token after `{open}` is not the verdict. Without the SDM layer it is no more reliable than a softmax.
+- The verdict is about following the instructions as the reward of the calibration data judged it, and about nothing else.
+- A search over several answers changes what accepted means; answers of a search that was not calibrated say so.
+- The folder `sdm/` holds the texts of the calibration documents, and of feedback, as evidence for decisions.
+"""
+
+
+def model_card(lm: SDMLanguageModel, name: str) -> str:
+    """The card of a model of this name, as Markdown."""
+    head = HEAD.format(yes=lm.tags.yes, no=lm.tags.no, name=name)
+    parts = [head, _layer(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
+    return "\n".join(part for part in parts if part) + f"\nWritten by sdmlm {__version__}.\n"
+
+
+def _layer(lm: SDMLanguageModel) -> str:
+    layer, names = lm.estimator.layers_[0], (lm.tags.no, lm.tags.yes)
+    ca, region = layer.calibration, layer.region(lm.alpha)
+    right, inside = ca.predictions == ca.labels, region.contains(ca.q_prime, ca.p, ca.predictions)
+    classes = []
+    for c, name in enumerate(names):
+        own = ca.labels == c
+        both = own & inside
+        classes.append(
+            [
+                name,
+                int(own.sum()),
+                f"{float(ca.q[own].double().mean()):.1f}",
+                _share(int((own & right).sum()), int(own.sum())),
+                _number(region.psi[c]),
+                _share(int(both.sum()), int(own.sum())),
+                _share(int((both & right).sum()), int(both.sum())),
+            ]
+        )
+    rows = []
+    for alpha in sorted({*ALPHAS, lm.alpha}):
+        found = layer.region(alpha)
+        admitted = found.contains(ca.q_prime, ca.p, ca.predictions)
+        psi = [_number(value) for value in found.psi]
+        share = _share(int(admitted.sum()), len(admitted))
+        rows.append(
+            [
+                f"{alpha:g}",
+                _number(found.q_min),
+                *psi,
+                share,
+                _share(int((admitted & right).sum()), int(admitted.sum())),
+            ]
+        )
+    feedback = f" {len(lm.feedback_ids)} of them are feedback." if lm.feedback_ids else ""
+    by_class = ["true class", "documents", "mean q", "accuracy", "psi", "accepted", "accuracy of accepted"]
+    by_alpha = ["alpha", "q'min", *(f"psi {name}" for name in names), "accepted", "accuracy of accepted"]
+    return "\n".join(
+        [
+            "## The SDM layer",
+            "",
+            f"alpha {lm.alpha:g}, q'min {_number(region.q_min)}; {len(layer.support)} support documents, "
+            f"{len(ca.labels)} calibration documents; balanced loss {layer.loss:.4f}.{feedback}",
+            "",
+            f"Over the calibration documents, at alpha {lm.alpha:g}:",
+            "",
+            *_table(by_class, classes),
+            "",
+            "At several alphas:",
+            "",
+            *_table(by_alpha, rows),
+            "",
+        ]
+    )
+
+
+def _searches(lm: SDMLanguageModel) -> str:
+    if not lm.search_calibrations:
+        return ""
+    rows = []
+    for c in lm.search_calibrations:
+        accepted = c.accepted
+        right = [label == y for label, y in zip(c.labels, c.predictions, strict=True)]
+        both = sum(bool(a) and r for a, r in zip(accepted, right, strict=True))
+        rows.append(
+            [
+                c.policy.kind,
+                c.policy.budget,
+                f"{c.alpha:g}",
+                _number(c.region().q_min),
+                _share(int(accepted.sum()), len(c)),
+                _share(both, int(accepted.sum())),
+            ]
+        )
+    columns = ["search", "budget", "alpha", "q'min", "accepted", "accuracy of accepted"]
+    return "\n".join(["## Calibrated searches", "", *_table(columns, rows), ""])
+
+
+def _data(lm: SDMLanguageModel) -> str:
+    settings: dict[str, Any] = dict(lm.facts.get("training") or {})
+    lines = ["## Data and settings", ""]
+    for name, source in _sources(lm).items():
+        lines.append(f"- {name} rows: {source.get('rows')} of {source.get('source')} (SHA-256 {source.get('sha256')})")
+    lines += [f"- {name}: {value}" for name, value in settings.items()]
+    limits = {name: lm.facts.get(name) for name in ("max_length", "max_new_tokens", "truncate_prompt")}
+    lines += [f"- {name}: {value}" for name, value in limits.items()]
+    return "\n".join([*lines, ""])
+
+
+def _sources(lm: SDMLanguageModel) -> dict[str, dict[str, Any]]:
+    """Where the rows came from, as `sdmlm train` recorded it."""
+    if lm.folder is None:
+        return {}
+    try:
+        data = json.loads((lm.folder / "training.json").read_text(encoding="utf-8"))["data"]
+        return {str(name): dict(source) for name, source in data.items() if source}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "none"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,229 @@
+"""Experiments in several settings and seeds: one model on one test set, and the runs below a folder.
+
+`evaluate` lets an SDM language model answer the prompts of a test set and keeps what the final SDM layer said about each
+generation; a `Run` is one model with its evaluations. `sdmlm.replication_tables` makes the paper's tables of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdmlm.artifacts import write_text_atomically
+
+if TYPE_CHECKING:
+    from sdmlm.lm import SDMLanguageModel
+    from sdmlm.rewards import Reward
+
+SETTINGS = ("none", "ce", "ce_hn", "sdm", "sdm_hn", "sdm_hn_rerun")  # the paper's, in its order
+DATASETS = ("harvard", "test", "shifted")  # likewise
+_COLUMNS = {  # of an evaluation, in the order of its file
+    "y": np.int64, "prediction": np.int64, "accepted": np.bool_, "accepted_lower": np.bool_, "probability": np.float64,
+    "q": np.int64, "d": np.float64, "q_prime": np.float64, "answer_right": np.bool_, "exact_match": np.bool_,
+}  # fmt: skip
+
+
+# One model on one test set
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model did on a test set: one entry for each prompt in every array, and the SDM layer that judged.
+
+    `regions` are (alpha, q'_min, psi_0, psi_1) for a grid of alphas: with q', y_hat and the output they give the
+    decisions at each of them, hence curves, without the model.
+    """
+
+    y: NDArray[np.int64]  # r(s+, generation)
+    prediction: NDArray[np.int64]  # y_hat, the verdict of the SDM layer
+    accepted: NDArray[np.bool_]  # in the high-reliability region
+    accepted_lower: NDArray[np.bool_]  # also by the lower estimate
+    probability: NDArray[np.float64]  # SDM(z') of y_hat
+    q: NDArray[np.int64]
+    d: NDArray[np.float64]
+    q_prime: NDArray[np.float64]
+    answer_right: NDArray[np.bool_]  # the answer that can be read is the reference, whatever is around it
+    exact_match: NDArray[np.bool_]  # verbatim: body, formatting, and the LM's own verdict Yes
+    generated: list[str]  # what the LM wrote
+    alpha: float
+    calibration: dict[str, float]  # `sdmlm.final_layer.layer_metrics` of the SDM layer
+    regions: list[tuple[float, float, float, float]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def estimators(self) -> dict[str, NDArray[np.bool_]]:
+        """Who admits what: everything, the high-reliability region, the same by the lower estimate."""
+        return {"no-reject": np.ones(len(self), bool), "HR": self.accepted, "HR lower": self.accepted_lower}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; infinities are null."""
+        columns = {name: getattr(self, name).tolist() for name in _COLUMNS} | {"generated": self.generated}
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return {
+            "alpha": self.alpha,
+            "calibration": {name: _finite(value) for name, value in self.calibration.items()},
+            "regions": [[_finite(value) for value in region] for region in self.regions],
+            "rows": rows,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Evaluation:
+        """What `to_json` gave."""
+        rows = content["rows"]
+        arrays: dict[str, Any] = {n: np.array([row[n] for row in rows], dtype=kind) for n, kind in _COLUMNS.items()}
+        calibration = {name: _infinite(value) for name, value in content["calibration"].items()}
+        regions = [(r[0], _infinite(r[1]), _infinite(r[2]), _infinite(r[3])) for r in content["regions"]]
+        generated = [str(row["generated"]) for row in rows]
+        return cls(**arrays, generated=generated, alpha=content["alpha"], calibration=calibration, regions=regions)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _infinite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def load_task(name: str) -> Any:
+    """A module of `sdmlm.tasks` by its name."""
+    import sdmlm.tasks
+
+    known = [module.name for module in pkgutil.iter_modules(sdmlm.tasks.__path__)]
+    if name not in known:
+        raise ValueError(f"There is no task {name!r} (known: {', '.join(known)}).")
+    return importlib.import_module(f"sdmlm.tasks.{name}")
+
+
+def evaluate(
+    lm: SDMLanguageModel,
+    task: Any,
+    rows: Sequence[Mapping[str, Any]],
+    reward: Reward | str | None = None,
+    progress: bool = True,
+) -> Evaluation:
+    """Greedy generations for all prompts, judged by the final SDM layer; `task` is a module of `sdmlm.tasks`.
+
+    y = r(s+, generation) with `reward` (default: the task's), which sees the body without our tags. Exact match looks at
+    what the LM wrote itself, its own verdict included, and not at the SDM layer.
+    """
+    from sdmlm.encoding import completion_text
+    from sdmlm.final_layer import layer_metrics
+    from sdmlm.layer import ALPHA_GRID
+    from sdmlm.rewards import apply_reward, load_reward
+
+    check_reference(task, rows)
+    found = lm.generate([row["prompt"] for row in rows], neighbors=0, progress=progress)
+    tags, layer = lm.encoder.tags, lm.estimator.layers_[0]
+    y = apply_reward(load_reward(reward or task.reward), rows, [v.text for v in found], tags)
+    texts = [v.generated or "" for v in found]
+    wanted = [tags.strip_suffix(completion_text(row["chosen"])) + tags.suffix(True) for row in rows]
+    regions = [(r.alpha, r.q_min, r.psi[0], r.psi[1]) for r in map(layer.region, ALPHA_GRID)]
+    return Evaluation(
+        y=np.array(y, dtype=np.int64),
+        prediction=np.array([v.verdict == tags.yes for v in found], dtype=np.int64),
+        accepted=np.array([v.accepted for v in found], dtype=bool),
+        accepted_lower=np.array([v.accepted_lower for v in found], dtype=bool),
+        probability=np.array([v.probability for v in found], dtype=np.float64),
+        q=np.array([v.q for v in found], dtype=np.int64),
+        d=np.array([v.d for v in found], dtype=np.float64),
+        q_prime=np.array([v.q_prime for v in found], dtype=np.float64),
+        answer_right=np.array([task.answer(t) == row[task.REFERENCE] for t, row in zip(texts, rows, strict=True)]),
+        exact_match=np.array([t.strip() == w.strip() for t, w in zip(texts, wanted, strict=True)]),
+        generated=texts,
+        alpha=lm.alpha,
+        calibration=layer_metrics(lm.estimator),
+        regions=regions,
+    )
+
+
+def check_reference(task: Any, rows: Sequence[Mapping[str, Any]], source: str = "The test set") -> None:
+    """Refuse rows without the column that the task's answers are compared with."""
+    for n, row in enumerate(rows):
+        if not isinstance(row.get(task.REFERENCE), str):
+            raise ValueError(f"{source}: row {n} has no text in its column {task.REFERENCE!r}, the right answer.")
+
+
+def setting_order(setting: str) -> tuple[int, str]:
+    """A key to sort by: the paper's settings in its order, then others by name."""
+    return (SETTINGS.index(setting) if setting in SETTINGS else len(SETTINGS), setting)
+
+
+def dataset_order(dataset: str) -> tuple[int, str]:
+    """The same for test sets."""
+    return (DATASETS.index(dataset) if dataset in DATASETS else len(DATASETS), dataset)
+
+
+# Runs on disk
+
+EVALUATIONS = "evaluations"  # in the folder of a run: a file for each test set
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model, fine-tuned in one setting with one seed, and what it did on each test set."""
+
+    family: str
+    setting: str  # the name of the recipe: sdm_hn
+    label: str  # the name to show: SDM + HN
+    seed: int
+    evaluations: dict[str, Evaluation]
+    history: list[dict[str, Any]] = field(default_factory=list)  # log_history of the training
+
+    @property
+    def calibration(self) -> dict[str, float]:
+        """Of the final SDM layer, which is the same for every test set."""
+        return next(iter(self.evaluations.values())).calibration
+
+    @property
+    def alpha(self) -> float:
+        return next(iter(self.evaluations.values())).alpha
+
+
+def evaluation_file(folder: str | Path, test: str) -> Path:
+    """Where the evaluation of the run in `folder` on a test set is kept."""
+    return Path(folder) / EVALUATIONS / f"{test}.json"
+
+
+def write_evaluation(path: Path, evaluation: Evaluation, facts: Mapping[str, Any]) -> None:
+    """In one step; one line for each prompt, for those who look into the file."""
+    content = {"format_version": 1, **facts, **evaluation.to_json()}
+    rows = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in content.pop("rows"))
+    head = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    write_text_atomically(path, f'{head[:-1]}, "rows": [\n{rows}\n]}}\n')
+
+
+def read_evaluation(path: Path) -> tuple[Evaluation, dict[str, Any]]:
+    """The evaluation in a file, and the facts written with it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Evaluation.from_json(content), {k: v for k, v in content.items() if k != "rows"}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is damaged: remove it, and the evaluation will be made again.") from error
+
+
+def read_runs(folder: str | Path) -> list[Run]:
+    """All runs below a folder of `sdmlm replicate` that have been evaluated on something."""
+    runs = []
+    for home in sorted(Path(folder).glob("*/seed-*")):
+        found = {path.stem: read_evaluation(path) for path in sorted((home / EVALUATIONS).glob("*.json"))}
+        if not found:
+            continue
+        facts = next(iter(found.values()))[1]
+        try:
+            history = json.loads((home / "training.json").read_text(encoding="utf-8"))["log_history"]
+            names = {name: facts[name] for name in ("family", "setting", "label", "seed")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{home} is damaged: its training.json or its evaluations lack what a run has.") from error
+        runs.append(Run(**names, evaluations={test: one for test, (one, _) in found.items()}, history=history))
+    return runs

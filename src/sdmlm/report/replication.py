@@ -1,0 +1,163 @@
+"""The HTML report over runs: what two settings differ in, the paper's tables with its own figures beside, training curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from sdmlm import __version__, paper
+from sdmlm.artifacts import write_text_atomically
+from sdmlm.replication import Run, setting_order
+from sdmlm.replication_tables import LAYOUTS, Tables
+from sdmlm.report import html, plots
+
+_PANELS = (
+    ("eval_admitted", "Admitted share of D_ca"),
+    ("eval_sdm_loss", "SDM loss over D_ca"),
+    ("eval_q_min", "q'min"),
+    ("base", "Mean base b"),
+    ("eval_loss", "Next-token loss over D_ca"),
+)
+_LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+
+
+def write_report(
+    path: str | Path,
+    runs: Sequence[Run],
+    tables: Tables,
+    title: str = "SDM language models: replication",
+    more: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Write the page in one step; `more` are further sections, as (title, HTML)."""
+    with matplotlib.rc_context(plots.STYLE):
+        sections = [
+            html._section("At a glance", _glance(runs, tables)),
+            html._section("Selective classification", _table(tables, "selective", paper.SELECTIVE)),
+            html._section("Generation", _table(tables, "generation", paper.GENERATION)),
+            html._section("The final SDM layers", _table(tables, "calibration", paper.CALIBRATION)),
+            html._section("Over training", _training(runs)),
+            html._section("By class and by prediction", _full(tables)),
+            *(html._section(*section) for section in more),
+        ]
+    page = html._PAGE.format(title=html._text(title), style=html._STYLE, body="".join(sections), version=__version__)
+    write_text_atomically(path, page)
+
+
+def _glance(runs: Sequence[Run], tables: Tables) -> str:
+    says = [comparison.statement() for comparison in tables.comparisons]
+    says = says or ["There is no pair of SDM + HN and CE + HN with the same seed, so nothing is compared."]
+    lead = "".join(f"<p class='lead'>{html._text(sentence)}</p>" for sentence in says)
+    rows = []
+    for run in sorted(runs, key=lambda run: (run.family, setting_order(run.setting), run.seed)):
+        minutes = sum(row.get("train_runtime", 0.0) for row in run.history) / 60
+        sizes = ", ".join(f"{name} {len(e)}" for name, e in run.evaluations.items())
+        steps = max((int(row.get("step", 0)) for row in run.history), default=0)
+        rows.append([f"{run.family}: {run.label}", str(run.seed), str(steps), f"{minutes:.1f}", sizes])
+    return lead + html._table(
+        "Runs", ["run", "seed", "steps", "minutes of training (after the last interruption)", "prompts"], rows
+    )
+
+
+def _table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str, ...]]) -> str:
+    """A table of ours, with the paper's figures to the right where it has the setting (and the test set)."""
+    layout, lines = LAYOUTS[name], tables.of(name)
+    keys = [(line.dataset, line.setting) if line.dataset else (line.setting,) for line in lines]
+    heads = [column.head for column in layout.columns]
+    rows = []
+    for line, key in zip(lines, keys, strict=True):
+        ours = [line.quantities[c.quantity].text(c.digits, c.none) for c in layout.columns]
+        theirs = published.get(key, ("",) * len(heads))
+        rows.append([*([line.dataset] if line.dataset else []), line.model, *ours, *theirs])
+    names = (["dataset"] if any(line.dataset for line in lines) else []) + ["model"]
+    seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
+    caption = f"{layout.title}, alpha = {tables.alpha:g}. {layout.caption}{seeds} paper: {paper.MODEL}, as published."
+    return html._table(caption, [*names, *heads, *(f"paper: {head}" for head in heads)], rows)
+
+
+def _full(tables: Tables) -> str:
+    ours = html._comparison("Ours; over several seeds, means", tables.full())
+    heads = ["true 0", "true 1", "predicted 0", "predicted 1", "all"]
+    rows = [
+        [*key, *(f"{cells[i]} ({cells[i + 1]})" for i in range(0, len(cells), 2))] for key, cells in paper.FULL.items()
+    ]
+    caption = f"The paper's ({paper.MODEL}), as published: accuracy, and in brackets n/|D|. R: all rejected."
+    return ours + html._table(caption, ["dataset", "setting", "estimator", *heads], rows)
+
+
+def _training(runs: Sequence[Run]) -> str:
+    caption = (
+        "By evaluation, one line for each run; settings differ in colour and in line style. Admitted share, SDM loss and "
+        "q'min are those of the SDM layer that an evaluation fits over D_ca (static negatives); a gap in q'min is where it "
+        "is infinite. The mean base is over the training documents since the evaluation before. Runs with cross-entropy "
+        "have the next-token loss alone, in natural logarithms, so it does not compare with that of the SDM loss."
+    )
+    families = sorted({run.family for run in runs})
+    parts = []
+    for n, family in enumerate(families):
+        curves = training_curves([run for run in runs if run.family == family])
+        if curves is not None:
+            label = f"Training curves of {family}"
+            parts.append(
+                (f"<h3>{html._text(family)}</h3>" if len(families) > 1 else "")
+                + html._figure(f"train{n}", curves, label, caption)
+            )
+    return "".join(parts) or "<p>No run was trained.</p>"
+
+
+def evaluations_of(history: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """By evaluation: the epoch and each of the panels, NaN where a run has no such number (or an infinite one).
+
+    The base is logged with the steps: its mean over the logs since the evaluation before.
+    """
+    out: dict[str, list[float]] = {name: [] for name in ("epoch", *(name for name, _ in _PANELS))}
+    bases: list[float] = []
+    for row in history:
+        if row.get("base") is not None:
+            bases.append(row["base"])
+        if "eval_loss" not in row:
+            continue
+        found = {**row, "base": float(np.mean(bases)) if bases else None}
+        bases = []
+        for name, values in out.items():
+            value = found.get(name)
+            values.append(float("nan") if value is None else float(value))
+    return out
+
+
+def training_curves(runs: Sequence[Run]) -> Figure | None:
+    """One panel for each quantity; None where no run was ever evaluated while it was trained."""
+    settings = sorted({run.setting for run in runs}, key=setting_order)
+    curves = [(run, evaluations_of(run.history)) for run in runs]
+    if not any(found["epoch"] for _, found in curves):
+        return None
+    figure = Figure(figsize=(9.2, 6.4), layout="constrained")
+    panels = figure.subplots(2, 3).flat
+    for axes, (name, title) in zip(panels, _PANELS, strict=False):
+        named: set[str] = set()
+        for run, found in curves:
+            if not np.isfinite(found[name]).any():
+                continue
+            n = settings.index(run.setting) % len(_LINES)
+            style = {
+                "color": plots.PALETTE[n],
+                "linestyle": _LINES[n],
+                "linewidth": 1.3,
+                "marker": ".",
+                "markersize": 4,
+            }
+            axes.plot(found["epoch"], found[name], label=None if run.setting in named else run.label, **style)
+            named.add(run.setting)
+        axes.set(title=title, xlabel="Epoch")
+        if name == "eval_admitted":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    legend = panels[-1]
+    handles, labels = panels[len(_PANELS) - 1].get_legend_handles_labels()
+    legend.axis("off")
+    legend.legend(handles, labels, loc="center left")
+    return figure

@@ -1,0 +1,89 @@
+"""What clients can know about the model: the page at `/` draws it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from sdmlm.encoding import Encoder
+from sdmlm.layer import ALPHA_GRID
+from sdmlm.lm import SDMLanguageModel
+from sdmlm.region import HighReliabilityRegion
+
+MAX_POINTS = 2000  # calibration points that go out
+EXAMPLES = 6
+_MARK = "SDMLM-PROMPT"
+
+
+def region_facts(region: HighReliabilityRegion) -> dict[str, Any]:
+    """A region as plain values; None where there is no threshold that anything could reach."""
+    return {"alpha": region.alpha, "q_min": _finite(region.q_min), "psi": [_finite(v) for v in region.psi]}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
+    """The answer of GET /v1/sdm. To be called where nobody changes the model meanwhile."""
+    layer, tags = lm.estimator.layers_[0], lm.tags
+    region = layer.region(lm.alpha)
+    return {
+        "model": name,
+        "alpha": lm.alpha,
+        "tags": {part: getattr(tags, part) for part in ("open", "close", "yes", "no", "separator")},
+        "classes": [tags.no, tags.yes],
+        "region": region_facts(region),
+        "regions": [region_facts(layer.region(alpha)) for alpha in sorted({*ALPHA_GRID, lm.alpha})],
+        "calibration": _calibration(lm, region),
+        "support_size": len(layer.support),
+        "max_new_tokens": lm.sampling().max_new_tokens,
+        "max_length": lm.encoder.max_length,
+        "chat": bool(lm.tokenizer.chat_template),
+        "examples": examples(lm),
+    }
+
+
+def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[str, list[Any]]:
+    """The calibration points as columns; a fixed random sample where there are many."""
+    ca = lm.estimator.layers_[0].calibration
+    predictions = ca.predictions
+    columns = {
+        "label": ca.labels,
+        "prediction": predictions,
+        "q": ca.q,
+        "d": ca.d,
+        "q_prime": ca.q_prime,
+        "probability": ca.p.gather(1, predictions[:, None]).squeeze(1),
+        "accepted": region.contains(ca.q_prime, ca.p, predictions),
+    }
+    some = np.arange(len(ca.labels))
+    if len(some) > MAX_POINTS:
+        some = np.sort(np.random.default_rng(0).choice(some, MAX_POINTS, replace=False))
+    return {name: values[some].tolist() for name, values in columns.items()}
+
+
+def examples(lm: SDMLanguageModel) -> list[str]:
+    """Prompts of a few documents of the support, where a chat template tells where a prompt ends."""
+    if not lm.tokenizer.chat_template:
+        return []
+    shell = _shell(lm.encoder)
+    layer, found = lm.estimator.layers_[0], []
+    for id in layer.support_ids:
+        document = lm.estimator.documents_.get(id, "")
+        if shell is not None and document.startswith(shell[0]):
+            prompt, after, _ = document[len(shell[0]) :].partition(shell[1])
+            if after and prompt.strip() and prompt not in found:
+                found.append(prompt)
+        if len(found) == EXAMPLES:
+            break
+    return found
+
+
+def _shell(encoder: Encoder) -> tuple[str, str] | None:
+    """What stands before and after a single user message, as documents are decoded."""
+    text = encoder.decode(encoder.encode_prompt([{"role": "user", "content": _MARK}]))
+    before, mark, after = text.partition(_MARK)
+    return (before, after) if mark and after else None

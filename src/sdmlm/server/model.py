@@ -1,0 +1,115 @@
+"""The SDM language model as the server's coroutines see it: answers, verdicts, feedback."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from sdmlm.lm import SDMLanguageModel
+from sdmlm.server.engine import Engine
+from sdmlm.server.errors import ApiError, refused
+from sdmlm.server.info import describe
+from sdmlm.server.protocol import Ask, Document, Feedback, SdmOptions
+from sdmlm.server.settings import ServerSettings
+from sdmlm.server.work import Alone, Judge, Judged, Worker, Write
+
+OnText = Callable[[int, str], None]
+MAX_TOKENS = 65_536  # of an answer, where the model itself sets no bound
+
+
+class Model:
+    """One model behind one engine. `info` is what clients can know about it, made anew when feedback changes it."""
+
+    def __init__(self, lm: SDMLanguageModel, name: str, settings: ServerSettings) -> None:
+        self.name, self.alpha, self.tags = name, lm.alpha, lm.tags
+        self.fingerprint = "fp_" + str(lm.facts["fingerprint"])[:12]
+        self.created = int(time.time())
+        self.max_rows = settings.max_queue
+        self._lm, self._worker = lm, Worker(lm, settings.max_prompt_tokens)
+        self.info = describe(lm, name)
+        self.engine = Engine(self._worker, settings.max_batch, settings.max_queue)
+
+    def max_tokens(self, asked: int | None) -> int:
+        """Tokens of an answer: as asked for, or as in the SDM layer's own documents; beyond the context there are none."""
+        default = self._lm.sampling().max_new_tokens
+        return default if asked is None else min(asked, self._lm.encoder.max_length or MAX_TOKENS)
+
+    async def generate(self, ask: Ask, on_text: OnText | None = None) -> list[Judged]:
+        """Answers to a request, in the order of its choices. `on_text(choice, piece)` hears them as they come."""
+        rows = ask.rows()
+        self.check_rows(len(rows), "n" if ask.n > 1 else "prompt")
+        sampling = self._lm.sampling(self.max_tokens(ask.max_tokens), ask.temperature, ask.top_p, ask.stop)
+        seed = secrets.randbits(32) if ask.seed is None else ask.seed % 2**64
+        alpha, neighbors = self._alpha(ask.sdm), ask.sdm.neighbors
+        if ask.sdm.on_reject == "search":
+            work = self._worker
+            task = Alone(lambda _: work.search(rows, sampling, ask.sdm.budget, seed, alpha, neighbors))
+            (found,) = await self.engine.do([task])
+            return list(found)
+        return await self.engine.do(
+            [
+                Write(prompt, sampling, (seed, n), alpha, neighbors, on_text and _hears(on_text, n))
+                for n, prompt in enumerate(rows)
+            ]
+        )
+
+    async def verify(self, documents: Sequence[Document], sdm: SdmOptions) -> list[Judged]:
+        """Judge answers that somebody wrote."""
+        self.check_rows(len(documents), "items")
+        alpha = self._alpha(sdm)
+        return await self.engine.do([Judge(d.prompt, d.completion, alpha, sdm.neighbors) for d in documents])
+
+    async def feedback(self, given: Feedback) -> str:
+        """A judged document joins the support; returns its id."""
+
+        def add(lm: SDMLanguageModel) -> str:
+            with _kept(lm):
+                id = lm.feedback(given.document.prompt, given.document.completion, given.label)
+            self.info = describe(lm, self.name)
+            return id
+
+        (id,) = await self.engine.do([Alone(add)])
+        return str(id)
+
+    async def undo_feedback(self, id: str) -> None:
+        """The document leaves the support again."""
+
+        def take(lm: SDMLanguageModel) -> None:
+            if id not in lm.feedback_ids:
+                raise ApiError(404, f"There is no feedback '{id[:80]}' to undo.", "id", "not_found")
+            with _kept(lm):
+                lm.undo_feedback(id)
+            self.info = describe(lm, self.name)
+
+        await self.engine.do([Alone(take)])
+
+    def check_rows(self, rows: int, param: str) -> None:
+        """Refuse what would never be let into the queue."""
+        if rows > self.max_rows:
+            raise refused(param, f"The request asks for {rows} verdicts but at most {self.max_rows} fit at once.")
+
+    def _alpha(self, sdm: SdmOptions) -> float:
+        return self.alpha if sdm.alpha is None else sdm.alpha
+
+    def close(self, seconds: float | None = None) -> None:
+        """Finish what is there."""
+        self.engine.close(seconds)
+
+
+@contextlib.contextmanager
+def _kept(lm: SDMLanguageModel) -> Iterator[None]:
+    """Feedback must outlive the server: say so where it cannot."""
+    if lm.folder is None:
+        said = "This model has no folder of its own to keep feedback in: serve a saved copy."
+        raise ApiError(403, said, code="feedback_disabled")
+    try:
+        yield
+    except OSError as error:
+        said = f"The feedback could not be written: {error.strerror or type(error).__name__}."
+        raise ApiError(500, said, code="feedback_not_kept") from error
+
+
+def _hears(on_text: OnText, n: int) -> Callable[[str], None]:
+    return lambda piece: on_text(n, piece)

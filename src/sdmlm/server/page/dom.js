@@ -1,0 +1,49 @@
+// The few ways in which the page touches the document. Text always goes in as text: answers, prompts and documents are
+// not to be trusted as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = (id) => document.getElementById(id);
+
+/** An HTML element with properties and children (strings become text). */
+export function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+/** An SVG element with attributes and children. */
+export function shape(tag, attributes = {}, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+/** One of the symbols of index.html; decoration, so hidden from screen readers. */
+export function icon(name) {
+  return shape("svg", { class: "icon", "aria-hidden": "true" }, shape("use", { href: `#icon-${name}` }));
+}
+
+/** The rows of a <dl>. */
+export function facts(list, pairs) {
+  list.replaceChildren(
+    ...pairs.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
+  );
+}
+
+/** A sentence for screen readers only: what has just happened. */
+export function announce(text) {
+  byId("news").textContent = text;
+}
+
+/** Show a problem where everybody sees it, and nobody is interrupted. */
+export function showProblem(text) {
+  const dismiss = element("button", { type: "button" }, "Dismiss");
+  dismiss.addEventListener("click", clearProblem);
+  byId("problem").replaceChildren(icon("rejected"), element("p", {}, text), dismiss);
+}
+
+export function clearProblem() {
+  byId("problem").replaceChildren();
+}

@@ -1,0 +1,247 @@
+// Why an answer was accepted or not: its signals among the calibration answers, the region at any alpha, the documents.
+
+import { alphaCurve, histogram, logitScale, scatter, similarityScale, unitScale } from "./charts.js";
+import { byId, element, facts, icon } from "./dom.js";
+import {
+  admitted, asPoint, calibrationPoints, effect, inRegion, isEmpty, number, outputAtYes, percent, probability,
+} from "./sdm.js";
+
+let info = null; // GET /v1/sdm
+let points = []; // its calibration points
+let shares = []; // of them accepted, at each alpha
+let current = null; // the evidence shown
+
+export function setUp() {
+  byId("alpha").addEventListener("input", draw);
+  byId("alpha-reset").addEventListener("click", () => {
+    setAlpha(info.alpha);
+    byId("alpha").focus(); // the button is about to disappear
+    draw();
+  });
+  new ResizeObserver(() => requestAnimationFrame(draw)).observe(byId("view-ask"));
+}
+
+/** Take what the server says about its model: the calibration points and the region at each alpha. */
+export function useInfo(given) {
+  const chosen = info ? regionChosen().alpha : given.alpha;
+  info = { ...given, regions: withOwn(given) };
+  points = calibrationPoints(info.calibration);
+  shares = info.regions.map((region) => admitted(region, points).share);
+  for (const [kind, c] of [["no", 0], ["yes", 1]]) {
+    for (const place of document.querySelectorAll(`.name-${kind}`)) place.textContent = info.classes[c];
+  }
+  byId("alpha").max = info.regions.length - 1;
+  setAlpha(chosen);
+  byId("region").hidden = false;
+  if (current) show(current);
+  else draw();
+}
+
+/** The grid of regions with the server's own alpha among them, ascending. */
+function withOwn({ regions, region }) {
+  const others = regions.filter((r) => r.alpha !== region.alpha);
+  return [...others, region].sort((a, b) => a.alpha - b.alpha);
+}
+
+/** Show all there is about an answer. */
+export function show(evidence) {
+  current = evidence;
+  if (!info) return; // without the calibration set there is nothing to draw against
+  byId("signals").hidden = byId("numbers").hidden = false;
+  showExemplars(evidence.exemplars);
+  showNumbers(evidence);
+  draw();
+}
+
+/** Back to the calibration set alone. */
+export function clear() {
+  current = null;
+  for (const id of ["signals", "exemplars", "numbers"]) byId(id).hidden = true;
+  draw();
+}
+
+function showExemplars(exemplars) {
+  byId("exemplars").hidden = exemplars.length === 0;
+  byId("exemplars-list").replaceChildren(...exemplars.map(exemplarItem));
+}
+
+function exemplarItem(exemplar) {
+  const { label, prediction, distance, text, id } = exemplar;
+  const badge = element("span", { className: "badge" }, info.classes[label] ?? "Out of distribution");
+  const wrong = prediction === label ? "" : `, judged ${info.classes[prediction]}`;
+  return element(
+    "li",
+    { className: "card" },
+    element("p", { className: "small muted" }, badge, ` distance ${number(distance)}${wrong}, document ${id}`),
+    element("div", { className: "document" }, text ?? "The text of this document was not kept."),
+  );
+}
+
+function showNumbers(e) {
+  const interval = `${probability(e.probability_lower)} to ${probability(e.probability_upper)}`;
+  facts(byId("numbers-list"), [
+    ["Verdict", e.verdict],
+    ["SDM output", `${probability(e.probability)} (${interval})`],
+    ["Similarity q", number(e.q)],
+    ["Rescaled similarity q′", number(e.q_prime)],
+    ["Distance d", number(e.d)],
+    ["Distance to the nearest document", number(e.d_nearest)],
+    ["Accepted by the lower estimate too", e.accepted_lower ? "yes" : "no"],
+    ["Highest alpha that accepts it", number(e.highest_alpha)],
+    ["Alpha", number(e.alpha)],
+    ["Tokens of prompt and answer", `${e.prompt_tokens} and ${e.completion_tokens}`],
+  ]);
+}
+
+// Alpha, the region, the signals
+
+const regionChosen = () => info.regions[Number(byId("alpha").value)];
+
+function setAlpha(alpha) {
+  byId("alpha").value = info.regions.findIndex((r) => r.alpha === alpha);
+}
+
+function draw() {
+  if (!info || byId("view-ask").hidden) return; // hidden boxes have no width to draw in
+  const region = regionChosen();
+  const point = current && asPoint(current, info.classes);
+  showAlpha(region, point);
+  drawScatter(region, point);
+  if (point) drawSignals(region, point);
+}
+
+function showAlpha(region, point) {
+  const { share, accuracy } = admitted(region, points);
+  const text = number(region.alpha) + (region.alpha === info.alpha ? " (the server's)" : "");
+  byId("alpha-value").textContent = text;
+  byId("alpha").setAttribute("aria-valuetext", `alpha ${text}`);
+  byId("alpha-reset").hidden = region.alpha === info.alpha;
+  byId("alpha-effect").replaceChildren(...(point ? effectOn(region, point) : []));
+  drawAlphaCurve(region, point);
+  facts(byId("alpha-facts"), [
+    ["least q′", number(region.q_min)],
+    ...info.classes.map((name, c) => [`least output ψ for ${name}`, probability(region.psi[c])]),
+    ["calibration answers accepted", `${percent(share)} of ${points.length}`],
+    ["of these rightly judged", percent(accuracy)],
+  ]);
+}
+
+function effectOn(region, point) {
+  const symbol = icon(inRegion(region, point) ? "verified" : "rejected");
+  return [symbol, element("span", {}, effect(region, point, info.classes))];
+}
+
+function drawAlphaCurve(region, point) {
+  const accepting = point ? info.regions.map((r) => inRegion(r, point)) : [];
+  const alphas = info.regions.map((r) => r.alpha);
+  const taking = alphas.filter((_, i) => accepting[i]);
+  const bar = taking.length
+    ? ` Bar: the alphas that accept this answer, up to ${taking.at(-1)}.`
+    : " No alpha accepts this answer.";
+  byId("curve-text").textContent = `Share of the calibration answers accepted, by alpha.${point ? bar : ""}`;
+  alphaCurve(byId("curve"), {
+    id: "curve",
+    title: "Share of the calibration answers accepted, by alpha",
+    description: byId("curve-text").textContent,
+    alphas,
+    shares,
+    accepting,
+    chosen: info.regions.indexOf(region),
+  });
+}
+
+function drawScatter(region, point) {
+  const [no, yes] = info.classes;
+  const where = isEmpty(region) ? "There is no region at this alpha." : "Shaded corners: the region.";
+  const here = point
+    ? ` This answer lies at q′ ${number(point.q_prime)} and output ${probability(outputAtYes(point))} at ${yes}.`
+    : "";
+  byId("scatter-text").textContent =
+    `${points.length} calibration answers: circles are truly ${yes}, triangles truly ${no}. ${where} ` +
+    "At q′ = 0: out of distribution.";
+  scatter(byId("scatter"), {
+    id: "scatter",
+    title: "Calibration answers by SDM output and rescaled similarity",
+    description: byId("scatter-text").textContent + here,
+    points,
+    region,
+    point,
+    names: info.classes,
+  });
+}
+
+function drawSignals(region, point) {
+  drawSimilarity(region, point);
+  drawDistance(region, point);
+  drawMagnitude(region, point);
+}
+
+/** Share of the calibration answers that a test holds for, in words. */
+const shareWhere = (test) => percent(points.filter(test).length / points.length);
+
+/** One signal: the sentence above it, and the histogram of `value` by true class. */
+function drawSignal(id, sentence, { scale, value, limits, ...more }) {
+  byId(`${id}-text`).textContent = sentence;
+  const of = (label) => points.filter((p) => p.label === label).map(value);
+  const description = [sentence, ...limits.map((limit) => `${limit.text}.`)].join(" ");
+  histogram(byId(id), { id, description, scale, yes: of(1), no: of(0), names: info.classes, limits, ...more });
+}
+
+function drawSimilarity(region, point) {
+  const { q, q_prime } = point;
+  const agree = q === 1 ? "document agrees" : `${q} documents agree`;
+  const sentence =
+    q === 0
+      ? `The nearest document is not one rightly judged ${info.classes[point.prediction]}: q is 0, as for ` +
+        `${shareWhere((p) => p.q === 0)} of the calibration answers.`
+      : `The nearest ${agree} without a break (q′ ${number(q_prime)}): higher than for ` +
+        `${shareWhere((p) => p.q_prime < q_prime)} of the calibration answers.`;
+  const none = isEmpty(region);
+  drawSignal("similarity", sentence, {
+    title: "Rescaled similarity q′ of the calibration answers",
+    axis: "q′, log scale",
+    scale: similarityScale([...points, point].map((p) => p.q_prime)),
+    value: (p) => p.q_prime,
+    marker: { value: q_prime, text: `q′ ${number(q_prime)}` },
+    limits: none ? [] : [{ value: region.q_min, text: `least ${number(region.q_min)}` }],
+    zones: none ? [] : [[region.q_min, Infinity]],
+  });
+}
+
+function drawDistance(region, point) {
+  const least = Math.min(...points.filter((p) => inRegion(region, p)).map((p) => p.d));
+  const sentence =
+    `d ${number(point.d)}, where 1 is as near as can be: nearer than ${shareWhere((p) => p.d < point.d)} of the ` +
+    "calibration answers. It scales the output and has no threshold of its own.";
+  drawSignal("distance", sentence, {
+    title: "Distance quantile d of the calibration answers",
+    axis: "d",
+    scale: unitScale(),
+    value: (p) => p.d,
+    marker: { value: point.d, text: `d ${number(point.d)}` },
+    limits: Number.isFinite(least) ? [{ value: least, text: `least accepted ${number(least)}` }] : [],
+  });
+}
+
+function drawMagnitude(region, point) {
+  const [no, yes] = info.classes;
+  const sentence =
+    `SDM output ${probability(point.probability)} for ${info.classes[point.prediction]}: more than ` +
+    `${shareWhere((p) => p.probability < point.probability)} of the calibration answers have for theirs.`;
+  const none = isEmpty(region);
+  const [low, high] = none ? [] : [1 - region.psi[0], region.psi[1]];
+  drawSignal("magnitude", sentence, {
+    title: `SDM output at ${yes} of the calibration answers`,
+    axis: `SDM output at ${yes}, logit scale`,
+    scale: logitScale([...points, point].map(outputAtYes)),
+    value: outputAtYes,
+    marker: { value: outputAtYes(point), text: probability(outputAtYes(point)) },
+    limits: none
+      ? []
+      : [
+          { value: low, text: `${no} to ${probability(low)}`, align: "end" },
+          { value: high, text: `${yes} from ${probability(high)}`, align: "start" },
+        ],
+    zones: none ? [] : [[0, low], [high, 1]],
+  });
+}

@@ -1,0 +1,101 @@
+// The rules of the method that the page needs: outcomes, membership in the region, and how to say them.
+
+export const OUTCOMES = {
+  verified: {
+    icon: "verified",
+    name: "Verified",
+    text: "Accepted as following the prompt: usable without a person looking.",
+  },
+  wrong: { icon: "wrong", name: "Known wrong", text: "Accepted as not following the prompt: do not use it." },
+  rejected: {
+    icon: "rejected",
+    name: "Rejected",
+    text: "Not reliable enough to say either way: a person should look.",
+  },
+  ood: {
+    icon: "ood",
+    name: "Out of distribution",
+    text: "Unlike the documents that the model was judged on: a person should look.",
+  },
+};
+
+/** Which of the four outcomes an answer's evidence stands for. */
+export function outcome(evidence) {
+  if (evidence.out_of_distribution) return "ood";
+  if (!evidence.accepted) return "rejected";
+  return evidence.verified ? "verified" : "wrong";
+}
+
+/** The evidence as a point among the calibration points. */
+export function asPoint(evidence, classes) {
+  const { q, d, q_prime, probability } = evidence;
+  return { q, d, q_prime, probability, prediction: classes.indexOf(evidence.verdict) };
+}
+
+/** Columns of the calibration set as points. */
+export function calibrationPoints(columns) {
+  return columns.label.map((label, i) => ({
+    label,
+    prediction: columns.prediction[i],
+    q: columns.q[i],
+    d: columns.d[i],
+    q_prime: columns.q_prime[i],
+    probability: columns.probability[i],
+  }));
+}
+
+/** SDM output at class 1 ("Yes"); with two classes the outputs add up to 1. */
+export const outputAtYes = (point) => (point.prediction === 1 ? point.probability : 1 - point.probability);
+
+/** An empty region: Algorithm 1 found none (infinity is null in JSON). */
+export const isEmpty = (region) => region.q_min === null;
+
+/** Membership: q' >= q'_min, the predicted class reaches its psi, and no other class does. */
+export function inRegion(region, point) {
+  if (isEmpty(region) || point.q === 0 || point.q_prime < region.q_min) return false;
+  const yes = outputAtYes(point);
+  return [1 - yes, yes].every((output, c) => output >= region.psi[c] === (c === point.prediction));
+}
+
+/** One sentence on the point at another alpha. */
+export function effect(region, point, classes) {
+  const name = classes[point.prediction];
+  const at = `At alpha ${region.alpha}`;
+  if (inRegion(region, point)) return `${at} this answer is accepted as “${name}”.`;
+  if (point.q === 0) return `${at} this answer is rejected: q = 0, out of distribution at every alpha.`;
+  if (isEmpty(region)) return `${at} there is no region, so everything is rejected.`;
+  if (point.q_prime < region.q_min) {
+    return `${at} this answer is rejected: q′ ${number(point.q_prime)} is below ${number(region.q_min)}.`;
+  }
+  const psi = region.psi[point.prediction];
+  return `${at} this answer is rejected: its output ${probability(point.probability)} is below ψ ${probability(psi)}.`;
+}
+
+/** Share of the points in the region, and of these the share that is rightly predicted. */
+export function admitted(region, points) {
+  const inside = points.filter((p) => inRegion(region, p));
+  const right = inside.filter((p) => p.prediction === p.label).length;
+  return { count: inside.length, share: inside.length / points.length, accuracy: right / inside.length };
+}
+
+// Numbers as people read them.
+
+export function number(value) {
+  if (value === null || value === undefined) return "none";
+  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+}
+
+/** Four digits, and more where four would round a probability to 0 or 1. */
+export function probability(value) {
+  if (value === null || value === undefined) return "none";
+  if (value === 0 || value === 1) return String(value);
+  for (let digits = 4; digits < 8; digits++) {
+    const text = value.toFixed(digits);
+    if (![0, 1].includes(Number(text))) return text;
+  }
+  return value < 0.5 ? "< 0.0000001" : "> 0.9999999";
+}
+
+export function percent(share) {
+  return Number.isFinite(share) ? `${(100 * share).toFixed(share > 0.995 && share < 1 ? 2 : 1)}%` : "none";
+}

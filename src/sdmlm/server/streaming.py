@@ -1,0 +1,75 @@
+"""Answers as server-sent events: text as it comes, the evidence on the last chunk of each choice, `[DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from sdmlm.server.answers import Form
+from sdmlm.server.errors import ApiError
+from sdmlm.server.work import Judged
+
+OnText = Callable[[int, str], None]
+
+
+class AnswerStream:
+    """The events of one request. `generate(on_text)` makes the answers; it runs from the start, read or not.
+
+    `begin` waits for the first thing to say, so that what goes wrong before it can still be an error with a status of its
+    own. `close` stops the generation: call it whatever happens.
+    """
+
+    def __init__(self, form: Form, generate: Callable[[OnText | None], Awaitable[list[Judged]]]) -> None:
+        self._form = form
+        self._pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        hear = None if form.ask.buffered else lambda n, text: self._pieces.put_nowait((n, text))
+        self._answers: asyncio.Future[list[Judged]] = asyncio.ensure_future(generate(hear))
+        self._answers.add_done_callback(lambda _: self._pieces.put_nowait(None))
+        self._next: tuple[int, str] | None = None
+
+    async def begin(self) -> None:
+        """Wait for the first piece, or the end; raises what went wrong before."""
+        self._next = await self._pieces.get()
+        if self._next is None:
+            await self._answers
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The bytes to send, after `begin`."""
+        form, shown = self._form, [0] * len(self._form.ask.rows())
+        try:
+            if form.ask.chat:
+                for n in range(len(shown)):
+                    yield _event(form.begun(n))
+            while self._next is not None:
+                n, text = self._next
+                shown[n] += len(text)
+                yield _event(form.piece(n, text))
+                self._next = await self._pieces.get()
+            judged = await self._answers
+            for n, each in enumerate(judged):
+                rest = "" if form.withholds(each) else each.verification.text[shown[n] :]
+                if rest:
+                    yield _event(form.piece(n, rest))
+                yield _event(form.last(n, each))
+            if form.ask.include_usage:
+                yield _event(form.used(judged))
+        except ApiError as error:  # the status has long been sent
+            yield _event(error.body())
+        finally:
+            self.close()
+        yield b"data: [DONE]\n\n"
+
+    def close(self) -> None:
+        """Nobody reads on."""
+        self._answers.cancel()
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON as the standard has it."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")

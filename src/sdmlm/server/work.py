@@ -1,0 +1,217 @@
+"""What the engine's thread does with the SDM language model: tasks of like kind, run together.
+
+A row that cannot be answered (too long, for one) fails alone. Where a batch as a whole fails, its rows are tried one by one,
+so that no request can spoil the others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sdmlm.forward import inner_lm
+from sdmlm.lm import SDMLanguageModel
+from sdmlm.search import SearchPolicy
+from sdmlm.server.engine import Job, report
+from sdmlm.server.errors import ApiError, internal, refused
+from sdmlm.server.info import region_facts
+from sdmlm.server.protocol import Prompt
+from sdmlm.verification import Sampling, Verification
+
+DEFAULT_BUDGET = 4  # further tries of a search
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer with the region that decided on it."""
+
+    verification: Verification
+    region: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write an answer and judge it. Rows with other seeds, alphas and neighbours share a batch all the same."""
+
+    prompt: Prompt
+    sampling: Sampling
+    seeds: tuple[int, ...]
+    alpha: float
+    neighbors: int
+    on_text: Callable[[str], None] | None = field(default=None, compare=False)
+
+    @property
+    def key(self) -> Hashable:
+        return "write", self.sampling
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judge an answer that somebody wrote."""
+
+    prompt: Prompt
+    completion: str
+    alpha: float
+    neighbors: int
+
+    @property
+    def key(self) -> Hashable:
+        return "judge", self.alpha, self.neighbors
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Something else to do with the model, by itself: feedback, or a search."""
+
+    function: Callable[[SDMLanguageModel], Any]
+
+    @property
+    def key(self) -> Hashable:
+        return "alone", id(self)
+
+
+class Abandoned(Exception):
+    """Nobody waits any more for any row of the batch."""
+
+
+class Worker:
+    """Runs batches on one model. `max_prompt_tokens` bounds prompts below the model's context."""
+
+    def __init__(self, lm: SDMLanguageModel, max_prompt_tokens: int | None = None) -> None:
+        self.lm, self._max_prompt_tokens = lm, max_prompt_tokens
+        self._jobs: Sequence[Job] = ()
+        inner_lm(lm.model).register_forward_pre_hook(self._check)
+
+    def _check(self, *_: Any) -> None:
+        """Before every pass of the LM: does anybody still wait?"""
+        if self._jobs and all(job.left for job in self._jobs):
+            raise Abandoned
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Any]:
+        """A result, or the error to answer with, for each job of a batch."""
+        self._jobs = jobs
+        try:
+            return self._results(jobs)
+        finally:
+            self._jobs = ()
+
+    def _results(self, jobs: Sequence[Job]) -> list[Any]:
+        task = jobs[0].task
+        if isinstance(task, Alone):
+            return [self._one(task.function, self.lm)]
+        run = self._write if isinstance(task, Write) else self._judge
+        results = [self._one(self.length, job.task.prompt) for job in jobs]
+        good = [n for n, length in enumerate(results) if isinstance(length, int)]
+        found = self._together(run, [jobs[n] for n in good], [results[n] for n in good])
+        for n, each in zip(good, found, strict=True):
+            results[n] = each
+        return results
+
+    def _together(
+        self, run: Callable[[list[Job], list[int]], list[Judged | None]], jobs: list[Job], lengths: list[int]
+    ) -> list[Any]:
+        if len(jobs) > 1:
+            try:
+                return list(run(jobs, lengths))
+            except Abandoned:
+                return [None] * len(jobs)
+            except ValueError:
+                pass  # some row cannot be judged: it will say so by itself
+            except Exception as error:
+                report(error)
+        # What somebody has begun to read cannot begin anew.
+        return [
+            internal() if job.heard else self._one(lambda j, n: run([j], [n])[0], job, length)
+            for job, length in zip(jobs, lengths, strict=True)
+        ]
+
+    def _one(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns, or the error to answer with."""
+        try:
+            return function(*arguments)
+        except Abandoned:
+            return None
+        except ApiError as error:
+            return error
+        except ValueError as error:
+            said = str(error).replace("Prompt 0", "The prompt").replace("Completion 0", "The completion")
+            return refused("prompt", said, "context_length_exceeded" if "context" in said else None)
+        except Exception as error:
+            report(error)
+            return internal()
+
+    def length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, which is refused where it is too long."""
+        (length,) = self.lm.check_prompts([prompt])
+        limit = self._max_prompt_tokens
+        if limit is not None and length > limit:
+            said = f"The prompt has {length} tokens but this server takes at most {limit}: shorten it."
+            raise refused("prompt", said, "context_length_exceeded")
+        return length
+
+    def _write(self, jobs: list[Job], lengths: list[int]) -> list[Judged | None]:
+        tasks: list[Write] = [job.task for job in jobs]
+
+        def on_text(n: int, piece: str) -> bool:
+            hear = tasks[n].on_text
+            if hear is not None and not jobs[n].left:
+                jobs[n].heard = True
+                jobs[n].call(hear, piece)
+            return not jobs[n].left  # a row that nobody waits for ends here
+
+        prompts, seeds = [task.prompt for task in tasks], [task.seeds for task in tasks]
+        answers = self.lm.write(prompts, lengths, tasks[0].sampling, seeds, on_text, progress=False)
+        found: list[Judged | None] = [None] * len(jobs)
+        groups: dict[tuple[float, int], list[int]] = {}
+        for n, task in enumerate(tasks):
+            if not jobs[n].left:
+                groups.setdefault((task.alpha, task.neighbors), []).append(n)
+        for (alpha, neighbors), rows in groups.items():
+            verifications = self.lm.judge([answers[n] for n in rows], alpha, neighbors, progress=False)
+            for n, verification in zip(rows, verifications, strict=True):
+                found[n] = self._judged(verification)
+        return found
+
+    def _judge(self, jobs: list[Job], lengths: list[int]) -> list[Judged | None]:
+        tasks: list[Judge] = [job.task for job in jobs]
+        found = self.lm.verify(
+            [task.prompt for task in tasks],
+            [task.completion for task in tasks],
+            alpha=tasks[0].alpha,
+            neighbors=tasks[0].neighbors,
+            progress=False,
+        )
+        return [self._judged(verification) for verification in found]
+
+    def search(
+        self, prompts: list[Prompt], sampling: Sampling, budget: int | None, seed: int, alpha: float, neighbors: int
+    ) -> list[Judged]:
+        """Write answers until one is verified, under a policy that was calibrated, if there is one with these settings."""
+        for prompt in prompts:
+            self.length(prompt)
+        digest = self.lm.digest()
+        fitting = [
+            c
+            for c in self.lm.search_calibrations
+            if budget in (None, c.policy.budget) and c.matches(c.policy, alpha, sampling, digest)
+        ]
+        policy = fitting[0].policy if fitting else SearchPolicy(budget=DEFAULT_BUDGET if budget is None else budget)
+        found = self.lm.generate(
+            prompts,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=sampling.stop,
+            seed=seed,
+            alpha=alpha,
+            neighbors=neighbors,
+            search=policy,
+            progress=False,
+        )
+        if not fitting:
+            return [self._judged(verification) for verification in found]
+        return [Judged(verification, region_facts(fitting[0].region())) for verification in found]
+
+    def _judged(self, verification: Verification) -> Judged:
+        return Judged(verification, region_facts(self.lm.estimator.layers_[0].region(verification.alpha)))

@@ -1,0 +1,646 @@
+"""SDMLanguageModel: verdicts against the spec done slowly, every way to the same verdict, feedback, saving, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import slow
+import torch
+from tiny_lm import tiny_lm, tiny_tokenizer
+from tiny_sdm_lm import calibration_rows, marked_rows, train
+from transformers import AutoModelForCausalLM
+
+from sdmlm import SDMLanguageModel, Verification
+from sdmlm.encoding import VerificationTags
+from sdmlm.layer import ALPHA_GRID
+from sdmlm.verification import AnswerText, bare
+
+PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
+NUMBERS = ("probability", "probability_lower", "probability_upper", "d", "d_nearest", "q_prime")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("lm"))
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("chat"), chat=True)
+
+
+@pytest.fixture(scope="module")
+def lm(folder: Path) -> SDMLanguageModel:
+    return SDMLanguageModel.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def chat(chat_folder: Path) -> SDMLanguageModel:
+    return SDMLanguageModel.from_pretrained(chat_folder)
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def wild(lm: SDMLanguageModel) -> list[Verification]:
+    """Answers of every sort: right, wrong, without a tag, with several, spelled in strange tokens, cut off."""
+    found: list[Verification] = lm.generate(PROMPTS, temperature=2.0, max_new_tokens=14, progress=False)
+    return found
+
+
+def same(a: Verification, b: Verification) -> None:
+    """The same decision; numbers up to the rounding of different passes."""
+    assert (a.text, a.verdict, a.accepted, a.accepted_lower) == (b.text, b.verdict, b.accepted, b.accepted_lower)
+    assert (a.q, a.out_of_distribution, a.highest_alpha) == (b.q, b.out_of_distribution, b.highest_alpha)
+    assert [e.id for e in a.exemplars] == [e.id for e in b.exemplars]
+    for name in NUMBERS:
+        assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-4, abs=1e-5)
+
+
+def all_same(first: list[Verification], second: list[Verification]) -> None:
+    for a, b in zip(first, second, strict=True):
+        same(a, b)
+
+
+# Verdicts
+
+
+def by_hand(lm: SDMLanguageModel, prompt: str, text: str, alpha: float) -> dict[str, Any]:
+    """All that the estimator says of a document, from one forward pass and the formulas of the spec."""
+    tokenizer = lm.tokenizer
+    ids = [i for part in (prompt, text + "\n", "<verified>") for i in tokenizer(part)["input_ids"]]
+    with torch.no_grad():
+        states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].tolist()
+    mean = [sum(column) / len(states) for column in zip(*states, strict=True)]
+    layer = lm.estimator.layers_[0]
+    a = layer.adaptor
+    x = (np.array([*states[-1], *mean]) - a.mean.double().numpy()) / a.std.double().numpy()
+    exemplar = a.weight.double().numpy() @ x + a.bias.double().numpy()
+    z = a.out_weight.double().numpy() @ exemplar + a.out_bias.double().numpy()
+    y_hat = int(z[1] > z[0])
+    support = {name: t.tolist() for name, t in layer.support.state().items()}
+    q, nearest = slow.similarity(support["vectors"], support["labels"], support["predictions"], exemplar, y_hat)
+    points = []  # of the calibration half: (label, z', q, d_nearest)
+    for vector, z_ca, label in zip(
+        layer.calibration_vectors.tolist(), layer.calibration.z.tolist(), layer.calibration.labels.tolist(), strict=True
+    ):
+        guess = int(z_ca[1] > z_ca[0])
+        found = slow.similarity(support["vectors"], support["labels"], support["predictions"], vector, guess)
+        points.append((label, z_ca, *found))
+    stored = [[d for label, _, n, d in points if label == c and n > 0] for c in (0, 1)]
+    ca_p = np.array([slow.sdm(z_ca, n, slow.distance_quantile(d, stored)) for _, z_ca, n, d in points])
+    ca_q_prime = [slow.q_prime(n, max(p)) for (_, _, n, _), p in zip(points, ca_p, strict=True)]
+    labels = [label for label, *_ in points]
+    d = slow.distance_quantile(nearest, stored)
+    p = slow.sdm(z, q, d)
+    q_prime = slow.q_prime(q, p[y_hat])
+    sizes = slow.effective_sample_size(q_prime, ca_q_prime, labels, 2)
+    eps = slow.dkw_epsilon(sizes, alpha)
+    low, high = (slow.sdm(z, q, min(max(v, 0.0), 1.0)) for v in (d - eps, d + eps))
+
+    def inside(p: list[float], at: float) -> bool:
+        q_min, psi = slow.find_region(ca_q_prime, ca_p, labels, at)
+        if psi is None:
+            return False
+        return bool(slow.contains(q_min, psi, [slow.q_prime(q, p[y_hat])], np.array([p]), [y_hat])[0])
+
+    order = sorted(range(len(support["vectors"])), key=lambda i: slow.distances(support["vectors"], exemplar)[i])[:3]
+    return {
+        "verdict": "Yes" if y_hat else "No",
+        "probability": p[y_hat],
+        "probability_lower": low[y_hat],
+        "probability_upper": high[y_hat],
+        "q": q,
+        "d": d,
+        "d_nearest": nearest,
+        "q_prime": q_prime,
+        "accepted": inside(p, alpha),
+        "accepted_lower": inside(low, alpha),
+        "out_of_distribution": q == 0,
+        "highest_alpha": max((at for at in ALPHA_GRID if inside(p, at)), default=None),
+        "ids": [layer.support_ids[i] for i in order],
+    }
+
+
+def test_verdicts_are_those_of_the_spec(lm: SDMLanguageModel, wild: list[Verification]) -> None:
+    # Not a document of the calibration half itself: rounding would decide whether its q' is below its own.
+    known = {row["prompt"] for row in calibration_rows()}
+    pairs = [(p, v.text) for p, v in zip(PROMPTS, wild, strict=True) if p not in known][:10]
+    pairs += [("abc=", "abd."), ("abc=", "abc."), ("hgf=", "")]
+    assert "abc=" not in known
+    found = lm.verify(*map(list, zip(*pairs, strict=True)), alpha=0.75)
+    for (prompt, text), v in zip(pairs, found, strict=True):
+        expected = by_hand(lm, prompt, text, 0.75)
+        assert [e.id for e in v.exemplars] == expected.pop("ids")
+        for name, value in expected.items():
+            got = getattr(v, name)
+            assert got == (pytest.approx(value, rel=1e-3, abs=1e-4) if isinstance(value, float) else value), name
+    assert {v.verdict for v in found} == {"Yes", "No"}
+    assert {v.accepted for v in found} == {True, False}
+
+
+def test_generation_equals_verification_of_its_text(lm: SDMLanguageModel, wild: list[Verification]) -> None:
+    all_same(wild, lm.verify(PROMPTS, [v.text for v in wild], progress=False))
+    all_same(wild, lm.verify(PROMPTS, [v.completion for v in wild], progress=False))
+    greedy = lm.generate(PROMPTS)
+    all_same(greedy, lm.verify(PROMPTS, [v.text for v in greedy]))
+    assert sum(v.accepted for v in greedy) > 10
+    # The tests would be empty if all were alike.
+    assert {v.verdict for v in wild} == {"Yes", "No"}
+    assert len({v.accepted for v in wild}) == 2
+    assert any("<verified>" not in str(v.generated) for v in wild)
+    assert {v.finish_reason for v in wild} == {"stop", "length"}
+
+
+def test_states_of_the_generation_give_the_summary(lm: SDMLanguageModel) -> None:
+    """h comes without a second pass for nearly all, with or without a tag, and it is that of a pass over the document."""
+    sampling = lm.sampling(temperature=1.2)
+    for prompts, how in ((PROMPTS, lm.sampling()), (PROMPTS, sampling), (PROMPTS, lm.sampling(2))):
+        seeds = [[n] for n in range(len(prompts))]
+        answers = lm.write(prompts, lm.check_prompts(prompts), how, seeds)
+        read = [n for n, answer in enumerate(answers) if answer.h is not None]
+        assert len(read) >= 0.8 * len(prompts)
+        again = lm.summaries([dataclasses.replace(answers[n], h=None) for n in read])
+        torch.testing.assert_close(torch.stack([answers[n].h for n in read]), again, rtol=1e-4, atol=1e-5)
+    assert all("<verified>" not in str(answer.generated) for answer in answers)  # two tokens leave no room for one
+
+
+def test_every_document_that_was_not_read_exactly_is_read_again(
+    lm: SDMLanguageModel, wild: list[Verification], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdmlm.summary import GenerationReader
+
+    monkeypatch.setattr(GenerationReader, "rest", lambda self, row, generated: self._document(row, generated) and [])
+    all_same(wild, lm.generate(PROMPTS, temperature=2.0, max_new_tokens=14))
+
+
+def test_the_batch_does_not_matter(lm: SDMLanguageModel, wild: list[Verification]) -> None:
+    greedy = lm.generate(PROMPTS[:10])
+    for prompt, expected in zip(PROMPTS[:10], greedy, strict=True):
+        same(lm.generate(prompt), expected)
+    small = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts)
+    small.tokens_per_batch = 60
+    all_same(small.generate(PROMPTS, temperature=2.0, max_new_tokens=14), wild)
+    assert lm.generate([]) == []
+
+
+def test_another_alpha_changes_nothing_else(lm: SDMLanguageModel) -> None:
+    before, digest = lm.generate(PROMPTS[:12]), lm.estimator.digest()
+    strict = lm.generate(PROMPTS[:12], alpha=0.99)
+    loose = lm.generate(PROMPTS[:12], alpha=0.6)
+    assert [v.q for v in strict] == [v.q for v in loose] == [v.q for v in before]
+    assert sum(v.accepted for v in strict) < sum(v.accepted for v in loose)
+    for v in (*strict, *loose):
+        assert v.accepted == (v.highest_alpha is not None and v.alpha <= v.highest_alpha) or v.alpha == 0.99
+    assert lm.generate(PROMPTS[:12]) == before
+    assert (lm.alpha, lm.estimator.alpha_, lm.estimator.digest()) == (0.8, 0.8, digest)
+
+
+def test_the_verdict_is_the_estimators_not_the_lms(lm: SDMLanguageModel, wild: list[Verification]) -> None:
+    disagree = [v for v in wild if v.lm_verdict is not None and v.lm_verdict != (v.verdict == "Yes")]
+    assert disagree
+    for v in wild:
+        assert v.completion == f"{v.text}\n<verified>{v.verdict}</verified>"
+        assert v.verified == (v.accepted and v.verdict == "Yes")
+        assert v.probability_of_yes == (v.probability if v.verdict == "Yes" else 1 - v.probability)
+    assert any(v.lm_verdict is None for v in wild)
+
+
+def test_evidence_as_json(lm: SDMLanguageModel) -> None:
+    v = lm.generate(PROMPTS[0], neighbors=2)
+    plain = json.loads(json.dumps(v.to_dict(), allow_nan=False))
+    assert plain["text"] == v.text
+    assert plain["verified"] == v.verified
+    assert [e["id"] for e in plain["exemplars"]] == [e.id for e in v.exemplars]
+    assert plain["exemplars"][0]["text"].endswith("<verified>")
+    assert len(v.exemplars) == 2
+    assert lm.generate(PROMPTS[0], neighbors=0).exemplars == ()
+    odd = dataclasses.replace(v, d_nearest=math.inf, highest_alpha=None)
+    assert odd.to_dict()["d_nearest"] is None
+    assert v.reason.startswith('Accepted as "Yes"' if v.accepted else "Rejected")
+
+
+def test_accounting(lm: SDMLanguageModel) -> None:
+    v = lm.generate("abc=", max_new_tokens=3)
+    assert (v.prompt_tokens, v.completion_tokens, v.finish_reason) == (4, 3, "length")
+    v = lm.generate("abc=")
+    ids = lm.encoder.continuation(str(v.generated))
+    assert (v.finish_reason, v.completion_tokens) == ("stop", len(ids))
+    assert v.generated == "abc\n<verified>Yes</verified>"
+    given = lm.verify("abc=", "abc")
+    assert (given.finish_reason, given.generated, given.lm_verdict) == ("given", None, None)
+    assert given.prompt_tokens + given.completion_tokens == len(lm.encoder.encode_for_judging("abc=", "abc"))
+
+
+# Sampling, stop strings, streaming
+
+
+def test_sampling_is_seeded(lm: SDMLanguageModel) -> None:
+    def texts(**options: Any) -> list[str]:
+        return [v.text for v in lm.generate(["abc="] * 8, **options)]
+
+    assert texts(temperature=1.5, seed=3) == texts(temperature=1.5, seed=3)
+    assert texts(temperature=1.5, seed=3) != texts(temperature=1.5, seed=4)
+    assert len(set(texts(temperature=1.5))) > 1
+    assert texts(temperature=1.5, top_p=1e-6) == texts()  # only the likeliest token is left
+
+
+def test_top_p_leaves_the_likeliest() -> None:
+    from sdmlm.negatives import _pick
+
+    p = torch.tensor([0.1, 0.5, 0.15, 0.25])
+    chances = torch.linspace(0, 0.999, 400)
+    picked = _pick(p.log().repeat(400, 1), 1.0, chances, top_p=0.7)
+    share = torch.bincount(picked, minlength=4) / 400
+    assert share.tolist() == pytest.approx([0, 0.5 / 0.75, 0, 0.25 / 0.75], abs=0.01)
+
+
+def test_stop_strings_end_an_answer_and_are_no_part_of_it(lm: SDMLanguageModel) -> None:
+    plain = lm.generate("abc=").text
+    v = lm.generate("abc=", stop="c")
+    assert v.text == plain[: plain.index("c")]
+    assert (v.finish_reason, v.generated) == ("stop", "abc")
+    same(v, lm.verify("abc=", v.text))
+    assert lm.generate("abc=", stop=["xyz", "bc"]).text == "a"
+    assert lm.generate("abc=", stop="<verified>").text == plain
+    for wrong in ("", ["a", ""], [3]):
+        with pytest.raises(ValueError, match="stop must be"):
+            lm.generate("abc=", stop=wrong)
+
+
+def test_pieces_are_the_text(lm: SDMLanguageModel, wild: list[Verification]) -> None:
+    pieces: list[list[str]] = [[] for _ in PROMPTS]
+    found = lm.generate(
+        PROMPTS, temperature=2.0, max_new_tokens=14, on_text=lambda n, piece: pieces[n].append(piece) or None
+    )
+    assert ["".join(p) for p in pieces] == [v.text for v in found] == [v.text for v in wild]
+    assert max(map(len, pieces)) > 3
+    short = lm.generate(PROMPTS[:4], on_text=lambda n, piece: n != 2)
+    assert short[2].text == lm.generate(PROMPTS[2]).text[:1]
+    assert short[1].text == lm.generate(PROMPTS[1]).text
+
+
+def test_nothing_uncertain_is_streamed(lm: SDMLanguageModel) -> None:
+    text = AnswerText(lm.encoder, ["end"])
+    heard, ids = "", []
+    for i in lm.encoder.continuation("abc\n<verifa>e\nend"):
+        ids.append(i)
+        heard += text.piece(ids)
+        assert "abc\n<verifa>e\n".startswith(heard)
+    assert text.stopped(ids)
+    assert heard == "abc\n<verifa>e"
+    assert text.last(text.read(ids)[0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("abc", "abc"),
+        ("abc\n<verified>Yes</verified>", "abc"),
+        ("abc\n<verified>No</verified>\n<verified>Yes</verified> \n", "abc"),
+        ("abc\n<verified>", "abc"),
+        ("abc\n<verified>No</ver", "abc"),
+        ("abc\n<verified>Maybe", "abc\n<verified>Maybe"),
+        ("good\n<verified>Yes</verified> bad", "good\n<verified>Yes</verified> bad"),
+        ("", ""),
+    ],
+)
+def test_only_a_suffix_is_taken_off(lm: SDMLanguageModel, text: str, expected: str) -> None:
+    assert bare(text, VerificationTags()) == expected
+    v = lm.verify("abc=", text)
+    assert v.text == expected
+    same(v, lm.verify("abc=", expected))
+
+
+# Conversations
+
+
+def test_conversations(chat: SDMLanguageModel) -> None:
+    turn = [{"role": "user", "content": "abc="}]
+    one = chat.generate(turn)
+    assert isinstance(one, Verification)
+    same(one, chat.generate("abc="))
+    assert one.text == "abc"
+    both = chat.generate([turn, [*turn, {"role": "assistant", "content": "abc"}, {"role": "user", "content": "bcd="}]])
+    same(both[0], one)
+    assert both[1].prompt_tokens > both[0].prompt_tokens
+    same(chat.verify([turn], [[{"role": "assistant", "content": "abc"}]])[0], one)
+
+
+# Feedback
+
+
+def test_feedback_is_kept_and_can_be_undone_after_a_reload(copied: Path) -> None:
+    lm = SDMLanguageModel.from_pretrained(copied)
+    before = lm.verify(PROMPTS, ["zz"] * len(PROMPTS))
+    wanted = lm.verify("abc=", "abc")
+    base = lm.estimator
+    first = lm.feedback("abc=", "abc", False)
+    assert len(base.layers_[0].support) == 48  # whoever holds the old one is not disturbed
+    after = lm.verify("abc=", "abc")
+    assert (after.d_nearest, after.exemplars[0].id) == (pytest.approx(0, abs=1e-3), first)
+    assert after.exemplars[0].label == 0
+    assert after.exemplars[0].text == "abc=abc\n<verified>"
+    assert (after.q, after.out_of_distribution) == (0, True)  # the nearest is not one that is rightly predicted
+    second = lm.feedback("abd=", [{"role": "assistant", "content": "abd\n<verified>No</verified>"}], "yes")
+    assert lm.feedback_ids == [first, second]
+
+    again = SDMLanguageModel.from_pretrained(copied)
+    assert again.feedback_ids == [first, second]
+    same(again.verify("abc=", "abc"), lm.verify("abc=", "abc"))
+    assert again.undo_feedback(first) == first
+    with pytest.raises(ValueError, match="no feedback 'feedback:1'"):
+        again.undo_feedback(first)
+    third = again.feedback("abe=", "abe", "No", save=False)
+    assert third not in (first, second)  # an id is never used twice
+    assert SDMLanguageModel.from_pretrained(copied).feedback_ids == [second]
+    assert again.undo_feedback() == third
+    assert again.undo_feedback() == second
+    same(again.verify("abc=", "abc"), wanted)
+    last = SDMLanguageModel.from_pretrained(copied)
+    assert last.feedback_ids == []
+    all_same(last.verify(PROMPTS, ["zz"] * len(PROMPTS)), before)
+    assert last.estimator.digest() == base.digest()
+    with pytest.raises(ValueError, match="no feedback to undo"):
+        last.undo_feedback()
+
+
+def test_feedback_that_cannot_be_kept_changes_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = SDMLanguageModel.from_pretrained(copied)
+    digest = lm.digest()
+
+    def full(*args: Any) -> None:
+        raise ValueError("Could not save: No space left on device.")
+
+    monkeypatch.setattr("sdmlm.feedback.write_artifact", full)
+    with pytest.raises(ValueError, match="No space"):
+        lm.feedback("abc=", "abc", True)
+    assert (lm.feedback_ids, lm.digest()) == ([], digest)
+    for label in ("maybe", 1, None):
+        with pytest.raises(ValueError, match="label is"):
+            lm.feedback("abc=", "abc", label)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        lm.feedback(" ", "abc", True)
+    alone = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts)
+    with pytest.raises(ValueError, match="no folder of its own"):
+        alone.feedback("abc=", "abc", True)
+    assert alone.feedback("abc=", "abc", True, save=False) == "feedback:1"
+
+
+# On disk
+
+
+def test_saved_and_opened_again(copied: Path, tmp_path: Path) -> None:
+    lm = SDMLanguageModel.from_pretrained(copied)
+    lm.feedback("abc=", "abc", False)
+    (copied / "training.json").write_text('{"data": {"train": {"source": "x.jsonl", "rows": 7, "sha256": "ab"}}}')
+    lm.save_pretrained(tmp_path / "new")
+    again = SDMLanguageModel.from_pretrained(tmp_path / "new")
+    all_same(again.generate(PROMPTS), lm.generate(PROMPTS))
+    assert again.feedback_ids == ["feedback:1"]
+    assert again.undo_feedback() == "feedback:1"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "new").config.hidden_size == 32
+    assert not [p for p in (tmp_path / "new").rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
+
+    card = (tmp_path / "new" / "README.md").read_text()
+    layer, region = lm.estimator.layers_[0], lm.estimator.region_
+    assert f"alpha 0.8, q'min {region.q_min:.4g}; {len(layer.support)} support documents, 48 calibration" in card
+    assert all(f"{psi:.4g}" in card for psi in region.psi)
+    assert 'from_pretrained("new")' in card
+    assert "1 of them are feedback" in card
+    assert "train rows: 7 of x.jsonl (SHA-256 ab)" in card
+    assert "- learning_rate: 0.01" in card
+
+    # Into its own folder: the weights stay as they are.
+    weights = (tmp_path / "new" / "model.safetensors").stat()
+    again.save_pretrained(tmp_path / "new")
+    assert (tmp_path / "new" / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
+    same(SDMLanguageModel.from_pretrained(tmp_path / "new").generate("abc="), again.generate("abc="))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        lm.save_pretrained(tmp_path / "file")
+
+
+def test_other_weights_are_refused(copied: Path) -> None:
+    tiny_lm(1, max_position_embeddings=96).save_pretrained(copied)
+    with pytest.raises(ValueError, match="fitted over other weights"):
+        SDMLanguageModel.from_pretrained(copied)
+    lm = SDMLanguageModel.from_pretrained(copied, allow_other_weights=True)
+    assert isinstance(lm.generate("abc="), Verification)
+    tiny_lm(1, hidden_size=16).save_pretrained(copied)
+    with pytest.raises(ValueError, match="64 wide but this model gives 32"):
+        SDMLanguageModel.from_pretrained(copied, allow_other_weights=True)
+
+
+def test_in_another_type_it_is_still_the_same_model(folder: Path) -> None:
+    lm = SDMLanguageModel.from_pretrained(folder, dtype=torch.bfloat16)
+    assert lm.model.dtype == torch.bfloat16
+    v = lm.generate("abc=")
+    assert v.verdict in ("Yes", "No")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda sdm: shutil.rmtree(sdm), "has no sdm/ folder"),
+        (lambda sdm: (sdm / "lm.json").unlink(), "no whole SDM layer"),
+        (lambda sdm: (sdm / "lm.json").write_text("{"), "no whole SDM layer"),
+        (lambda sdm: (sdm / "config.json").write_text("{}"), "another SDM layer"),
+        (lambda sdm: next(sdm.glob("tensors-*")).write_bytes(b"x"), "checksum differs"),
+        (lambda sdm: next(sdm.glob("texts-*")).unlink(), "is missing"),
+        (lambda sdm: change(sdm, tags={"open": ""}), "lm.json is damaged"),
+        (lambda sdm: change(sdm, format_version=9), "newer sdmlm"),
+        (lambda sdm: (sdm / "search.json").write_text("[]"), "search.json is damaged"),
+        (lambda sdm: (sdm.parent / "model.safetensors").write_bytes(b"x"), "model of .* could not be loaded"),
+        (lambda sdm: (sdm.parent / "tokenizer.json").write_text("x"), "tokenizer of .* could not be loaded"),
+    ],
+)
+def test_a_damaged_folder_is_refused(copied: Path, damage: Any, message: str) -> None:
+    damage(copied / "sdm")
+    with pytest.raises(ValueError, match=message) as error:
+        SDMLanguageModel.from_pretrained(copied)
+    assert "\n" not in str(error.value)
+
+
+def change(sdm: Path, **facts: Any) -> None:
+    path = sdm / "lm.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def test_feedback_of_other_weights_or_damaged_is_refused(copied: Path) -> None:
+    SDMLanguageModel.from_pretrained(copied).feedback("abc=", "abc", True)
+    path = copied / "sdm" / "feedback" / "config.json"
+    good = path.read_text()
+    path.write_text(json.dumps({**json.loads(good), "fingerprint": "0"}))
+    with pytest.raises(ValueError, match="given over other weights"):
+        SDMLanguageModel.from_pretrained(copied)
+    path.write_text(json.dumps({k: v for k, v in json.loads(good).items() if k != "next"}))
+    with pytest.raises(ValueError, match="is damaged"):
+        SDMLanguageModel.from_pretrained(copied)
+
+
+def test_an_adapter_folder(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    tiny_lm(max_position_embeddings=96).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    folder = train(tmp_path, peft_config=lora, model=base, num_train_epochs=1)
+    assert (folder / "adapter_config.json").exists()
+    lm = SDMLanguageModel.from_pretrained(folder)
+    found = lm.generate(PROMPTS[:5])
+    all_same(found, lm.verify(PROMPTS[:5], [v.text for v in found]))
+    lm.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "again" / "model.safetensors").exists()
+    all_same(SDMLanguageModel.from_pretrained(tmp_path / "again").generate(PROMPTS[:5]), found)
+
+
+def test_the_hub(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Api:
+        def __init__(self, token: Any = None) -> None:
+            asked.append(token)
+
+        def create_repo(self, repo_id: str, **options: Any) -> Any:
+            class Repo(str):
+                repo_id = "me/model"
+
+            asked.append((repo_id, options))
+            return Repo("https://hub/me/model")
+
+        def upload_folder(self, repo_id: str, folder_path: str, **options: Any) -> None:
+            shutil.copytree(folder_path, tmp_path / repo_id)
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options["revision"])
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(copied)
+    lm = SDMLanguageModel.from_pretrained(copied)
+    assert lm.push_to_hub("me/model", private=True, token="t") == "https://hub/me/model"
+    assert asked[:2] == ["t", ("me/model", {"private": True, "exist_ok": True})]
+    assert 'from_pretrained("me/model")' in (tmp_path / "me/model/README.md").read_text()
+    assert lm.folder == copied
+    theirs = SDMLanguageModel.from_pretrained("me/model", revision="v1")
+    assert asked[-1] == "v1"
+    all_same(theirs.generate(PROMPTS[:5]), lm.generate(PROMPTS[:5]))
+    with pytest.raises(ValueError, match="no folder of its own"):  # a cache is not the user's
+        theirs.feedback("abc=", "abc", True)
+    with pytest.raises(ValueError, match="revision goes only with a model of the Hub"):
+        SDMLanguageModel.from_pretrained(copied, revision="v1")
+
+
+def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nowhere", "./no/where", "/no/where"):
+        with pytest.raises(ValueError, match="is no folder here"):
+            SDMLanguageModel.from_pretrained(name)
+
+    def offline(name: str, **options: Any) -> str:
+        raise OSError("Connection refused.\nlong story")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"the Hub did not give it: Connection refused\.$"):
+        SDMLanguageModel.from_pretrained("org/name")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["abc=", " \n"], "Prompt 1 is empty"),
+        ("", "Prompt 0 is empty"),
+        (["abc=", 3], "Prompt 1 is int"),
+        (["abc=", []], "Prompt 1 is list"),
+        (["abc=", [{"role": "user"}]], "Prompt 1 is list"),
+        ([{"role": "user", "content": ["a"]}], "Prompt 0 is list"),
+        ([{"role": "assistant", "content": "a"}], "Prompt 0 ends with an assistant message"),
+        (["abc=", "a" * 200], "Prompt 1 has 200 tokens, but the model's context leaves room for"),
+        (["\ud800"], "Prompt 0 holds half of a surrogate pair"),
+        (None, "prompts is NoneType"),
+        ({"role": "user", "content": "a"}, "prompts is dict"),
+    ],
+)
+def test_prompts_that_cannot_be_answered(lm: SDMLanguageModel, prompts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lm.generate(prompts)
+    with pytest.raises(ValueError, match=message):
+        lm.verify(prompts, "a" if isinstance(prompts, str) else ["a"] * len(prompts or []))
+
+
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [
+        (["a"], "one completion for each prompt"),
+        ("ab", "one completion for each prompt"),
+        (None, "one completion for each prompt"),
+        (["a", None], "Completion 1 is NoneType"),
+        (["a", [{"role": "assistant", "content": "a"}] * 2], "Completion 1 is list"),
+        (["a", "\udfff"], "Completion 1 holds half"),
+        (["a", "b" * 100], "Prompt 1 and its completion are longer together than the 96 tokens"),
+    ],
+)
+def test_completions_that_cannot_be_judged(lm: SDMLanguageModel, completions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lm.verify(["abc=", "abd="], completions)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"alpha": 0.4}, "alpha is 0.4"),
+        ({"neighbors": -1}, "neighbors is -1"),
+        ({"search": "guess"}, "not 'guess'"),
+        ({"search": 3}, "search is int"),
+        ({"search": "resample", "on_text": print}, "on_text does not go with search"),
+    ],
+)
+def test_settings_that_make_no_sense(lm: SDMLanguageModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lm.generate("abc=", **options)
+
+
+def test_a_long_prompt_is_answered_in_the_room_that_is_left(lm: SDMLanguageModel) -> None:
+    room = lm.encoder.max_length - lm.encoder.suffix_length - 1
+    v = lm.generate("a" * room)
+    assert (v.prompt_tokens, v.completion_tokens, v.finish_reason) == (room, 1, "length")
+
+
+def test_a_model_that_cuts_prompts_still_does(tmp_path: Path) -> None:
+    folder = train(tmp_path, truncate_prompt=True, max_length=40, num_train_epochs=1)
+    lm = SDMLanguageModel.from_pretrained(folder)
+    long = "abcdefgh" * 12 + "="
+    v = lm.generate(long, max_new_tokens=8)
+    assert v.prompt_tokens < 40
+    same(v, lm.verify(long, v.text))
+
+
+def test_memory_of_alphas_is_not_state(lm: SDMLanguageModel) -> None:
+    layer = lm.estimator.layers_[0]
+    lm.generate("abc=")
+    regions = {alpha: layer.region(alpha) for alpha in ALPHA_GRID}
+    lm.generate("abc=")
+    assert all(layer.region(alpha) is region for alpha, region in regions.items())  # found once, then remembered
