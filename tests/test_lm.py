@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -207,8 +208,12 @@ def test_another_alpha_changes_nothing_else(lm: SDMLanguageModel) -> None:
 
 
 def test_the_verdict_is_the_estimators_not_the_lms(lm: SDMLanguageModel, wild: list[Verification]) -> None:
-    disagree = [v for v in wild if v.lm_verdict is not None and v.lm_verdict != (v.verdict == "Yes")]
-    assert disagree
+    contrary = copy.deepcopy(lm.estimator)
+    adaptor = contrary.layers_[0].adaptor
+    adaptor.out_bias, adaptor._direct = torch.tensor([100.0, -100.0]), None
+    v = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, contrary, lm.facts).generate("abc=")
+    assert (v.generated, v.lm_verdict) == ("abc\n<verified>Yes</verified>", True)
+    assert (v.verdict, v.completion, v.verified) == ("No", "abc\n<verified>No</verified>", False)
     for v in wild:
         assert v.completion == f"{v.text}\n<verified>{v.verdict}</verified>"
         assert v.verified == (v.accepted and v.verdict == "Yes")

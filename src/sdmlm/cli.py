@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sdmlm import __version__
-from sdmlm.commands import calibrate, certify, compare, data, demo, explain, fit, replicate, score, serve, train
+from sdmlm.commands import calibrate, certify, compare, data, demo, explain, fit, replicate, report, score, serve, train
 
 EXAMPLES = """\
 examples:
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sdmlm {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (fit, score, explain, compare, certify, demo, data, train, calibrate, replicate, serve):
+    for command in (fit, score, explain, compare, certify, demo, data, train, calibrate, replicate, report, serve):
         command.add(subparsers)
     return parser
 

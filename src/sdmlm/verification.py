@@ -130,6 +130,7 @@ class AnswerText:
             text = text.rstrip("\ufffd")
             marks = (tags.separator + tags.open, tags.open, *self._stop)
             text = text[: len(text) - max(_overlap(text, mark) for mark in marks)]
+            text = text[: len(text) - _overlap(text, tags.separator)]  # one at the end of an answer is no part of it
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece

@@ -133,7 +133,8 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             own = {**settings, "seed": seed}
             same = next((job for job in jobs if _difference(job.settings, own, _CONTENT) is None), None)
             if same is not None:
-                common.warn(f"{path} with seed {seed} is the same run as {same.recipe}: left out.")
+                if calibrate.is_main():
+                    common.warn(f"{path} with seed {seed} is the same run as {same.recipe}: left out.")
                 continue
             jobs.append(Job(path, seed, own, output / name / f"seed-{seed}"))
     return jobs
@@ -183,27 +184,33 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Seque
 
 
 def _check(jobs: list[Job]) -> None:
-    """Refuse folders of other runs, and rows that cannot be used, before hours of work; the same rows once."""
+    """Refuse folders of other runs, settings and rows that cannot be used, before hours of work; the same rows once."""
+    from sdmlm.final_layer import check_draws
     from sdmlm.replication import check_reference, load_task
+    from sdmlm.rewards import load_reward
 
     names = ("model", "data", "calibration", "tests", "task", "max_length", "truncate_prompt", "verification_tags")
-    seen: set[str] = set()
+    seen: dict[str, tuple[int, int]] = {}  # numbers of rows to train and to calibrate on
     for job in jobs:
-        record = job.record()
+        record, task = job.record(), load_task(job.settings["task"])
+        load_reward(job.settings.get("reward"))
         if record is not None:
             _check_same(job, record)
-        if record is not None and record["status"] == "finished" and not _left(job):
-            continue  # nothing more is read
+        if record is not None and record["status"] == "finished":
+            for test in _left(job):
+                check_reference(task, (rows := _rows(job, test)).rows, rows.source)
+            continue  # no more is needed than the model
+        settings, config = read_settings(job.arguments(), record)
         key = json.dumps([job.settings.get(name) for name in names])
-        if key in seen:
-            continue
-        seen.add(key)
-        plan, task = _plan(job, record), load_task(job.settings["task"])
-        for source in plan.sources:
-            calibrate.check_lengths(plan.encoder, source.rows, source.source)
-        for rows in (_rows(job, test) for test in job.settings["tests"]):
-            check_reference(task, rows.rows, rows.source)
-            calibrate.check_lengths(plan.encoder, rows.rows, rows.source)
+        if key not in seen:
+            plan = make_plan(settings, config, record)
+            tests = [_rows(job, test) for test in job.settings["tests"]]
+            for source in (*plan.sources, *tests):
+                calibrate.check_lengths(plan.encoder, source.rows, source.source)
+            for rows in tests:
+                check_reference(task, rows.rows, rows.source)
+            seen[key] = len(plan.train), len(plan.calibration)
+        check_draws(config, *seen[key])
 
 
 def _check_same(job: Job, record: dict[str, Any]) -> None:
@@ -300,7 +307,8 @@ def _train(job: Job, title: str) -> None:
     """Fine-tune unless that is done; the checkpoints of a finished run go."""
     record = job.record()
     if record is None or record["status"] != "finished":
-        common.warn(f"{title}: {'training' if record is None else 'training goes on'}")
+        if calibrate.is_main():
+            common.warn(f"{title}: {'training' if record is None else 'training goes on'}")
         train.train(_plan(job, record), resume=True)
         gc.collect()  # the trainer refers to itself
     if calibrate.is_main():

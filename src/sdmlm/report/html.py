@@ -51,10 +51,12 @@ def write_report(
     examples: Sequence[Example] = (),
     title: str = "SDM estimator",
     class_names: Sequence[str] | None = None,
+    more: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write the report about `data` (default: the calibration points) to `path`, in one step.
 
-    `scores` are those of `data` where they are at hand; `tables` come with a caption each.
+    `scores` are those of `data` where they are at hand; `tables` come with a caption each; `more` are further sections, as
+    (title, HTML).
     """
     names = [str(c) for c in (class_names or estimator.classes_)]
     if data is None:
@@ -72,6 +74,7 @@ def write_report(
             _section("Training", _history(estimator)),
             _section("Comparison", "".join(_comparison(*entry) for entry in tables)) if tables else "",
             _section("Examples", "".join(_example(e, names) for e in examples)) if examples else "",
+            *(_section(*section) for section in more),
         ]
     write_text_atomically(
         path, _PAGE.format(title=_text(title), style=_STYLE, body="".join(sections), version=__version__)

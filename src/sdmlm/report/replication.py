@@ -133,7 +133,8 @@ def evaluations_of(history: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 def training_curves(runs: Sequence[Run]) -> Figure | None:
     """One panel for each quantity; None where no run was ever evaluated while it was trained."""
     settings = sorted({run.setting for run in runs}, key=setting_order)
-    curves = [(run, evaluations_of(run.history)) for run in runs]
+    ordered = sorted(runs, key=lambda run: (setting_order(run.setting), run.seed))
+    curves = [(run, evaluations_of(run.history)) for run in ordered]
     if not any(found["epoch"] for _, found in curves):
         return None
     figure = Figure(figsize=(9.2, 6.4), layout="constrained")

@@ -154,9 +154,10 @@ export function scatter(box, { id, title, description, points, region, point, na
     }
   }
   const marks = (label, mark) => points.filter((p) => p.label === label).map((p) => mark(...place(p))).join("");
+  const many = points.length > 400 ? "many " : ""; // fainter, so that crowds show
   svg.append(
-    shape("path", { d: marks(0, TRIANGLE), class: "point no" }),
-    shape("path", { d: marks(1, CIRCLE), class: "point yes" }),
+    shape("path", { d: marks(0, TRIANGLE), class: `${many}no` }),
+    shape("path", { d: marks(1, CIRCLE), class: `${many}yes` }),
     shape("path", { d: `M${left} ${top}V${bottom}H${right}`, class: "axis" }),
     line(left, y(LANE * 0.72), right, y(LANE * 0.72), "lane"),
   );

@@ -73,8 +73,14 @@ function exemplarItem(exemplar) {
     "li",
     { className: "card" },
     element("p", { className: "small muted" }, badge, ` distance ${number(distance)}${wrong}, document ${id}`),
-    element("div", { className: "document" }, text ?? "The text of this document was not kept."),
+    element("div", { className: "document" }, text === null ? "The text was not kept." : withoutTag(text)),
   );
+}
+
+/** A document as people read it: it ends with the tag after which the verdict would come. */
+function withoutTag(text) {
+  const { open } = info.tags;
+  return text.endsWith(open) ? text.slice(0, -open.length).trimEnd() : text;
 }
 
 function showNumbers(e) {

@@ -1,0 +1,71 @@
+"""`sdmlm report`: everything about a trained SDM language model in one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from sdmlm.commands import common
+
+EXAMPLES = """\
+  sdmlm report runs/demo/sdm_hn
+  sdmlm report runs/lm --output lm.html --alpha 0.9"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = common.add_command(subparsers, "report", "describe a trained SDM LM in one HTML file", EXAMPLES)
+    parser.add_argument("model", metavar="DIR", help="folder of an SDM language model")
+    parser.add_argument("--output", metavar="FILE.html", help="the file to write (DIR/report.html)")
+    parser.add_argument("--alpha", type=float, metavar="A", help="accuracy asked of the accepted (as calibrated)")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
+    from sdmlm.estimator import SDMEstimator
+    from sdmlm.feedback import load_feedback, with_feedback
+    from sdmlm.final_layer import SDM_FOLDER, layer_metrics, read_final_layer_facts
+    from sdmlm.report.language_model import write_report
+    from sdmlm.search import load_searches
+
+    folder = Path(args.model)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name that of an SDM language model.")
+    output = args.output or str(folder / "report.html")
+    common.check_output_file(output, ".html")
+    sdm = folder / SDM_FOLDER
+    facts = read_final_layer_facts(sdm)
+    estimator = SDMEstimator.from_pretrained(sdm)
+    if args.alpha is not None:
+        estimator.recalibrate(args.alpha)
+    feedback = load_feedback(sdm, facts["fingerprint"])
+    estimator = with_feedback(estimator, feedback.items)
+    record, runs = _record(folder), _runs(folder)
+    write_report(output, folder.name, estimator, facts, record, runs, load_searches(sdm), len(feedback.items))
+    if args.json:
+        common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})
+        return
+    common.console(args).print(f"Written: {output}", markup=False, soft_wrap=True)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """training.json of `sdmlm train`, nothing where the model was made in another way."""
+    path = folder / "training.json"
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("settings", "data", "log_history")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: restore it from a copy or remove it.") from error
+
+
+def _runs(folder: Path) -> dict[str, Any]:
+    """Evaluations on test sets that `sdmlm replicate` or the demo left, by test set."""
+    from sdmlm.replication import EVALUATIONS, read_evaluation
+
+    return {path.stem: read_evaluation(path)[0] for path in sorted((folder / EVALUATIONS).glob("*.json"))}

@@ -1,0 +1,98 @@
+"""The HTML report about one SDM language model: its SDM layer, how it was made, what it did on test sets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+from sdmlm.replication import Evaluation, Run
+from sdmlm.report import html, plots
+from sdmlm.report.replication import _table as paper_table
+from sdmlm.report.replication import training_curves
+
+if TYPE_CHECKING:
+    from sdmlm.estimator import SDMEstimator
+    from sdmlm.search import SearchCalibration
+
+
+def write_report(
+    path: str | Path,
+    name: str,
+    estimator: SDMEstimator,
+    facts: Mapping[str, Any],
+    record: Mapping[str, Any],
+    evaluations: Mapping[str, Evaluation],
+    searches: Sequence[SearchCalibration],
+    feedback: int,
+) -> None:
+    """`facts` is sdm/lm.json, `record` training.json (may be empty), `evaluations` are by test set."""
+    tags = facts["tags"]
+    run = Run("", name, name, int(facts["training"]["seed"]), dict(evaluations), list(record.get("log_history", ())))
+    with matplotlib.rc_context(plots.STYLE):
+        more = [
+            ("On test sets", _tests(run)) if evaluations else None,
+            ("Over training", _training(run)),
+            ("Search", _searches(searches)) if searches else None,
+            ("How it was made", _made(facts, record, feedback)),
+        ]
+    title = f"SDM language model: {name}"
+    sections = [section for section in more if section is not None and section[1]]
+    html.write_report(path, estimator, title=title, class_names=[tags["no"], tags["yes"]], more=sections)
+
+
+def _tests(run: Run) -> str:
+    from sdmlm.replication_tables import tables
+
+    found = tables([run])
+    full = html._comparison("By class and by prediction", found.full())
+    return paper_table(found, "selective", {}) + paper_table(found, "generation", {}) + full
+
+
+def _training(run: Run) -> str:
+    curves = training_curves([run])
+    if curves is None:
+        return ""
+    caption = (
+        "By evaluation over the calibration rows. Admitted share, SDM loss and q'min are those of the SDM layer that the "
+        "evaluation fits (fine-tuning with cross-entropy has none); a gap in q'min is where it is infinite."
+    )
+    return html._figure("train", curves, "Training curves", caption)
+
+
+def _searches(searches: Sequence[SearchCalibration]) -> str:
+    rows = []
+    for c in searches:
+        region, accepted = c.region(), c.accepted
+        right = [a == b for a, b, ok in zip(c.labels, c.predictions, accepted, strict=True) if ok]
+        rows.append(
+            [
+                f"{c.policy.kind}, budget {c.policy.budget}, temperature {c.policy.temperature:g}",
+                f"{c.alpha:g}",
+                html._number(region.q_min),
+                html._share(int(accepted.sum()), len(c)),
+                html._share(sum(right), len(right)) if right else "-",
+                f"{sum(c.tries) / len(c):.2f}",
+            ]
+        )
+    heads = ["policy", "alpha", "q'min", "accepted", "right among the accepted", "tries a prompt"]
+    return html._table("Searches that were calibrated as a whole, over calibration prompts", heads, rows)
+
+
+def _made(facts: Mapping[str, Any], record: Mapping[str, Any], feedback: int) -> str:
+    rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in facts["training"].items()]
+    rows += [[key, json.dumps(facts[key], ensure_ascii=False)] for key in ("tags", "max_length", "max_new_tokens")]
+    rows += [["documents added by feedback", str(feedback)], ["written by sdmlm", str(facts["sdmlm_version"])]]
+    out = html._table("The SDM layer's settings", ["setting", "value"], rows)
+    if record:
+        data = [
+            [part, str(about["source"]), str(about["used"]), about["sha256"][:12]]
+            for part, about in record["data"].items()
+        ]
+        out += html._table("Rows", ["part", "source", "rows", "SHA-256"], data)
+        settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in record["settings"].items()]
+        out += html._table("Settings of the run", ["setting", "value"], settings)
+    return out
