@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("playwright", reason="the page is tested with playwright: pip install playwright")
-pytest.importorskip("fastapi", reason="the server needs fastapi")
+for needed in ("fastapi", "uvicorn"):
+    pytest.importorskip(needed, reason=f"the server needs {needed}: pip install sdmlm[serve]")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Debian's chromium: apt install chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="the page is tested in Debian's chromium: apt install chromium"
+)
 
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright  # noqa: E402
 from tiny_sdm_lm import train  # noqa: E402
@@ -185,14 +188,19 @@ def test_an_answer_streams_and_then_gets_its_verdict(visit: Visit, served: Serve
     expect(page.locator("#magnitude .marker-text")).to_have_text(f"{expected.probability:.4f}")
 
 
-OUTCOMES = [
-    ({"accepted": True, "verdict": "Yes", "verified": True}, "Verified"),
-    ({"accepted": True, "verdict": "No", "verified": False}, "Known wrong"),
-    ({"accepted": False, "verified": False}, "Rejected"),
-    (
-        {"accepted": False, "verified": False, "out_of_distribution": True, "q": 0, "q_prime": 0, "highest_alpha": None},
-        "Out of distribution",
-    ),
+STRANGE = {
+    "accepted": False,
+    "verified": False,
+    "out_of_distribution": True,
+    "q": 0,
+    "q_prime": 0,
+    "highest_alpha": None,
+}
+OUTCOMES: list[tuple[dict[str, Any], str]] = [
+    ({"accepted": True, "verdict": "Yes", "verified": True, "out_of_distribution": False}, "Verified"),
+    ({"accepted": True, "verdict": "No", "verified": False, "out_of_distribution": False}, "Known wrong"),
+    ({"accepted": False, "verified": False, "out_of_distribution": False}, "Rejected"),
+    (STRANGE, "Out of distribution"),
 ]
 
 
@@ -268,9 +276,8 @@ def test_the_slider_says_what_the_server_would(visit: Visit, served: Served) -> 
         assert f"{100 * inside.double().mean():.1f}% of {len(inside)}" in facts
         expect(page.locator("#scatter .zone")).to_have_count(0 if region.q_min == float("inf") else 2)
         if region.q_min < float("inf"):
-            assert [f"{region.q_min:.4g}", *(f"{v:.4f}" for v in region.psi)] == [
-                v for v in page.locator("#alpha-facts dd").all_inner_texts()[:3]
-            ]
+            limits = [f"{region.q_min:.4g}", *(f"{v:.4f}" for v in region.psi)]
+            assert page.locator("#alpha-facts dd").all_inner_texts()[:3] == limits
     assert seen == {True, False}
     page.get_by_role("button", name="Back to the server's alpha").click()
     expect(slider).to_have_value(str(alphas.index(lm.alpha)))
@@ -306,7 +313,9 @@ def test_feedback_and_undo(visit: Visit, served: Served) -> None:
 
 def test_feedback_that_is_refused(visit: Visit, served: Served) -> None:
     page = visit(served)
-    page.route("**/v1/feedback", lambda route: route.fulfill(status=403, json={"error": {"message": "Feedback is off."}}))
+    page.route(
+        "**/v1/feedback", lambda route: route.fulfill(status=403, json={"error": {"message": "Feedback is off."}})
+    )
     judged(page)
     page.get_by_role("button", name="Does not").click()
     expect(page.locator("#problem")).to_contain_text("Feedback is off.")
@@ -336,7 +345,10 @@ BROKEN: list[tuple[dict[str, Any] | None, str]] = [
     (None, "The server does not answer"),
     ({"status": 502, "body": "<html>bad gateway</html>"}, "status 502"),
     ({"body": 'data: {"choices":[{"delta":{"content":"ab"}}]}\n\ndata: [DONE]\n\n'}, "without a verdict"),
-    ({"body": 'data: {"choices":[{"delta":{"content":"ab"}}]}\n\ndata: {"error":{"message":"Too slow."}}\n\n'}, "Too slow."),
+    (
+        {"body": 'data: {"choices":[{"delta":{"content":"ab"}}]}\n\ndata: {"error":{"message":"Too slow."}}\n\n'},
+        "Too slow.",
+    ),
     ({"body": "data: {half an ev\n\n"}, "broke"),
 ]
 
@@ -427,7 +439,7 @@ def test_batch_upload_filter_sort_download(visit: Visit, served: Served, tmp_pat
         head.get_by_role("button").click()
         expect(head).to_have_attribute("aria-sort", direction)
         order = sorted(range(8), key=lambda i: expected[i].probability, reverse=direction == "descending")
-        found = [prompt for prompt in column(page, 3)]
+        found = column(page, 3)
         values = [expected[asked.index(p)].probability for p in found[:-1]]
         assert values == pytest.approx([expected[i].probability for i in order])
         assert found[-1].startswith("abcdefgh")
@@ -684,7 +696,9 @@ def test_nothing_is_wider_than_the_screen(visit: Visit, served: Served, width: i
     assert page.evaluate(wide) is False
     page.get_by_role("tab", name="Ask").click()
     page.set_viewport_size({"width": 500, "height": 800})  # the charts follow
-    expect(page.locator("#scatter svg")).to_have_attribute("width", str(page.locator("#scatter").evaluate("e => e.clientWidth")))
+    expect(page.locator("#scatter svg")).to_have_attribute(
+        "width", str(page.locator("#scatter").evaluate("e => e.clientWidth"))
+    )
 
 
 def test_reduced_motion(visit: Visit, served: Served) -> None:

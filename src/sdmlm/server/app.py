@@ -19,6 +19,7 @@ from sdmlm.server import protocol
 from sdmlm.server.answers import Form, evidence
 from sdmlm.server.errors import ApiError, busy, too_slow
 from sdmlm.server.fields import Body, read_json
+from sdmlm.server.gateway import Gateway
 from sdmlm.server.http import LEFT, ErrorAnswer, Front, JSONAnswer, StreamAnswer, read_body, unless_left
 from sdmlm.server.metrics import Metrics
 from sdmlm.server.model import Model, OnText
@@ -39,6 +40,8 @@ class Service:
 
     def __init__(self, model: Model, settings: ServerSettings) -> None:
         self.model, self.settings = model, settings
+        at_once = min(settings.max_concurrent, settings.max_queue)
+        self.writer = Gateway(model, settings.upstream, at_once) if settings.upstream else model
         self.in_progress = 0
         self.metrics = Metrics(lambda: len(model.engine), lambda: self.in_progress)
 
@@ -60,7 +63,7 @@ class Service:
     async def generate(self, ask: protocol.Ask, on_text: OnText | None = None) -> list[Judged]:
         """Answers in time, counted."""
         with self.at_work(check=False):  # a stream goes on after the request has been read and checked
-            return self.counted(await self.in_time(self.model.generate(ask, on_text)))
+            return self.counted(await self.in_time(self.writer.generate(ask, on_text)))
 
     async def verify(self, documents: list[protocol.Document], sdm: protocol.SdmOptions) -> list[Judged]:
         """Verdicts in time, counted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,12 @@ class Upstream:
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(self.url)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is none
+            known = False
+        if not known:
             raise ValueError(f"The upstream {self.url!r} is no address: give one like http://127.0.0.1:8001/v1.")
         if not self.model:
             raise ValueError("The upstream needs the name of a model: give --upstream-model.")

@@ -5,7 +5,7 @@ import { shape } from "./dom.js";
 import { isEmpty, outputAtYes } from "./sdm.js";
 
 const BINS = 28;
-const LANE = 0.07; // share of a q' axis that is set apart for q' = 0, which has no place on a log scale
+const LANE = 0.09; // share of a q' axis that is set apart for q' = 0, which has no place on a log scale
 
 // Scales: a value to its place in [0, 1], and the values that are written at the axis.
 
