@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test lint demo bench clean
+.PHONY: test lint demo base-model bench clean
 
 test: lint  ## lint, then every test
 	$(BIN)/python -m pytest -q
@@ -13,8 +13,11 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-demo: $(READY)  ## a first look, under a minute; writes runs/demo/
+demo: $(READY)  ## an SDM language model comes to life, in minutes; writes runs/demo/
 	$(BIN)/sdmlm demo
+
+base-model: $(READY)  ## trains the demo's base model anew, from scratch; replaces src/sdmlm/demo/base/
+	OMP_NUM_THREADS=1 $(BIN)/python -m sdmlm.demo.base_model
 
 bench: $(READY)  ## speed and memory as ratios; writes benchmarks/results/
 	$(BIN)/python benchmarks/estimator.py  # benchmarks/training.py needs a model and sentences: see its text

@@ -1,12 +1,12 @@
 """What judging adds to generation: SDMLanguageModel.generate against the same generation without verdicts.
 
-    python benchmarks/judging.py --model MODEL --sentences FILE
+    python benchmarks/judging.py --models MODEL... --sentences FILE
 
-MODEL: a Hugging Face folder (docs/results.md uses stories15m). FILE: one sentence a line. The rows are those of
-benchmarks/training.py. Two models are measured at batch 32: MODEL as it is, which writes no tag, so that each answer gets one
-appended, and MODEL after some steps of fine-tuning, which writes its tag. Both contenders write the same tokens; they take
-turns, and the ratio is that of the medians. For comparison: a second pass over the documents, which is what judging would
-cost without the states of the generation. Writes benchmarks/results/judging.json.
+MODEL: a Hugging Face folder (docs/results.md uses stories15m). FILE: one sentence a line; the prompts are the paper's word
+ordering. A folder with an SDM layer is measured as it is. Any other gets one over a few rows first: a model that was never
+fine-tuned writes no tag, so each of its answers gets one appended. Both contenders write the same tokens, at batch 32; they
+take turns, and what judging adds is that of the medians. For comparison: a second pass over the documents, which is what
+judging would cost without the states of the generation. Writes benchmarks/results/judging.json.
 """
 
 from __future__ import annotations
@@ -25,40 +25,34 @@ import torch
 from training import BATCH, word_ordering
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sdmlm import SDMConfig, SDMLanguageModel, SDMTrainer
+from sdmlm import SDMConfig, SDMLanguageModel
+from sdmlm.encoding import Encoder
+from sdmlm.final_layer import SDM_FOLDER, fit_final_layer, save_final_layer
 from sdmlm.negatives import generate
 from sdmlm.summary import embed_sequences
 
-NEW_TOKENS, REPEATS, CALIBRATION = 64, 7, 400
+NEW_TOKENS, REPEATS, CALIBRATION = 64, 9, 200
 
 
-def sdm_lm(model: str, rows: list[dict[str, str]], steps: int, folder: str) -> SDMLanguageModel:
-    """MODEL after so many steps, with an SDM layer of the default width over CALIBRATION rows."""
-    args = SDMConfig(
-        output_dir=folder,
-        max_steps=max(1, steps),
-        learning_rate=3e-4 if steps else 0.0,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=1,
-        loss="ce",
-        hard_negatives=False,
-        eval_strategy="no",
-        save_strategy="no",
-        load_best_model_at_end=False,
-        max_length=256,
-        max_new_tokens=NEW_TOKENS,
-        sdm_epochs=20,  # what a verdict costs does not depend on how well the layer is trained
-        sdm_learning_rate=1e-3,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    trainer = SDMTrainer(lm, args, rows[CALIBRATION:], rows[:CALIBRATION], tokenizer)
-    trainer.train()
-    trainer.save_model(f"{folder}/model")
-    return SDMLanguageModel.from_pretrained(f"{folder}/model", device="cpu")
+def sdm_lm(model: str, rows: list[dict[str, str]], folder: str) -> SDMLanguageModel:
+    """MODEL with its SDM layer, or with one of the default width over these rows."""
+    if not (Path(model) / SDM_FOLDER).is_dir():
+        args = SDMConfig(
+            output_dir=folder,
+            max_new_tokens=NEW_TOKENS,
+            sdm_epochs=20,  # what a verdict costs does not depend on how well the layer is trained
+            sdm_learning_rate=1e-3,
+            report_to="none",
+            use_cpu=True,
+        )
+        lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        encoder = Encoder(AutoTokenizer.from_pretrained(model), max_length=256)
+        estimator = fit_final_layer(lm, encoder, rows, args)
+        lm.save_pretrained(folder)
+        encoder.tokenizer.save_pretrained(folder)
+        save_final_layer(Path(folder) / SDM_FOLDER, estimator, lm.state_dict(), encoder, args)
+        model = folder
+    return SDMLanguageModel.from_pretrained(model, device="cpu")
 
 
 def seconds(job: Callable[[], Any]) -> float:
@@ -101,22 +95,21 @@ def measure(lm: SDMLanguageModel, prompts: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--models", required=True, nargs="+")
     parser.add_argument("--sentences", required=True)
-    parser.add_argument("--steps", type=int, default=60, help="steps of fine-tuning")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = word_ordering(args.sentences, CALIBRATION + BATCH * (args.steps + 1))
-    prompts = [row["prompt"] for row in rows[-BATCH:]]  # trained on by neither
+    rows = word_ordering(args.sentences, CALIBRATION + BATCH)
+    prompts = [row["prompt"] for row in rows[-BATCH:]]
     results = {}
-    for name, steps in (("as it is", 0), (f"after {args.steps} steps", args.steps)):
+    for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            results[name] = measure(sdm_lm(args.model, rows[:-BATCH], steps, folder), prompts)
+            results[Path(model).name] = measure(sdm_lm(model, rows[:-BATCH], folder), prompts)
 
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("what", *results, title=f"Judging, {Path(args.model).name}, batch {BATCH}")
+    table = Table("what", *results, title=f"Judging, batch {BATCH}")
     for key in next(iter(results.values())):
         table.add_row(key, *(f"{row[key]:.3f}" for row in results.values()))
     Console().print(table)

@@ -19,7 +19,7 @@ from sdmlm.demo.sentences import sentences
 from sdmlm.encoding import Encoder
 from sdmlm.tasks.word_ordering import make_splits
 
-TINY = Settings(steps=6, batch=2, length=64, warmup=2, width=16, layers=1, heads=2, inner=32)
+TINY = Settings(steps=6, first_steps=3, first_length=32, batch=2, length=64, warmup=2, width=16, layers=1, heads=2, inner=32)
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,14 @@ def test_chat_template_has_atomic_marks(tokenizer: Any) -> None:
 
 
 def test_a_batch_counts_answers_and_prompts_that_can_be_foreseen(tokenizer: Any) -> None:
-    ids, labels = batch_of(tokenizer, replace(TINY, batch=8, length=128), 0)
+    ids, labels = batch_of(tokenizer, replace(TINY, batch=8, length=128), 7)
     assert ids.shape == labels.shape == (8, 128)
     counted = labels != -100
     assert torch.equal(ids[counted], labels[counted])
     assert 0.5 < counted.float().mean() < 0.95
-    again = batch_of(tokenizer, replace(TINY, batch=8, length=128), 0)
+    again = batch_of(tokenizer, replace(TINY, batch=8, length=128), 7)
     assert torch.equal(ids, again[0])
-    assert not torch.equal(ids, batch_of(tokenizer, replace(TINY, batch=8, length=128), 1)[0])
+    assert not torch.equal(ids, batch_of(tokenizer, replace(TINY, batch=8, length=128), 8)[0])
     masked = tokenizer.decode(ids[~counted])
     assert "Repeat the words" in masked
     assert "Repeat the sentence" not in masked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -271,15 +272,22 @@ OBJECTS = st.dictionaries(st.sampled_from(PARTS), VALUES, max_size=4)
 BODIES = st.dictionaries(st.sampled_from(NAMES), VALUES | OBJECTS | st.lists(OBJECTS, max_size=3), max_size=5)
 
 
+def refused_or_none(read: Callable[[], Any]) -> ApiError | None:
+    try:
+        read()
+    except ApiError as error:
+        return error
+    return None
+
+
 @pytest.mark.parametrize("read", [read_chat, read_completion, read_verify, read_feedback])
 @pytest.mark.parametrize("base", [{}, HELLO, {"prompt": "a", "completion": "b", "label": True}])
 def test_whatever_comes_is_read_or_refused(read: Any, base: dict[str, Any]) -> None:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(BODIES)
     def check(body: dict[str, Any]) -> None:
-        try:
-            read({**base, **body}, "tiny")
-        except ApiError as error:
+        error = refused_or_none(lambda: read({**base, **body}, "tiny"))
+        if error is not None:
             assert 400 <= error.status < 500
             json.dumps(error.body(), allow_nan=False)
 
@@ -289,7 +297,5 @@ def test_whatever_comes_is_read_or_refused(read: Any, base: dict[str, Any]) -> N
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
 def test_whatever_bytes_come_are_read_or_refused(body: bytes) -> None:
-    try:
-        assert isinstance(read_json(body), dict)
-    except ApiError as error:
-        assert error.status == 400
+    error = refused_or_none(lambda: read_json(body))
+    assert error is None or error.status == 400

@@ -233,7 +233,8 @@ class SDMLanguageModel:
 
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha of their own: the estimator keeps its."""
-        return self.estimator.layers_[0].score(self.estimator._matrix(h, "h", self.estimator.n_features_in_), alpha)
+        x = self.estimator._matrix(h, "h", self.estimator.n_features_in_, allow_empty=True)
+        return self.estimator.layers_[0].score(x, alpha)
 
     def verdicts(
         self,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 KINDS = ("resample", "reprompt", "continue")
 AGAIN = "That answer was not verified. Answer the same instructions again."
 FILE, FORMAT_VERSION = "search.json", 1
+TIE = 1e-6  # outputs this close are equal: the same answer twice may differ in its last bits
 NOT_CALIBRATED = " The search that chose this answer was not calibrated, so it may be accepted too easily."
 
 
@@ -201,7 +202,7 @@ def run_search(
         done = scores.accepted & (scores.prediction == 1)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
             tries[n], refused[n] = attempt + 1, answer
-            if done[i] or n not in best or scores.p[i, 1] > best[n][1].p[0, 1]:
+            if done[i] or n not in best or scores.p[i, 1] > best[n][1].p[0, 1] + TIE:
                 best[n] = answer, scores[i]
         still = _those(still, ~done)
     if not prompts:

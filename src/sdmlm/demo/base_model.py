@@ -59,7 +59,9 @@ class Settings:
     """All that decides the weights, apart from the generator and the versions of the libraries."""
 
     seed: int = 0
-    steps: int = 2000
+    steps: int = 3000
+    first_steps: int = 1000  # with short rows, mostly copying
+    first_length: int = 128
     batch: int = 8
     length: int = 256
     learning_rate: float = 3e-3
@@ -148,11 +150,14 @@ def random_words(rng: random.Random, n: int) -> list[str]:
     return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(WORDS, k=n)]
 
 
-MIX = {plain: 6, repeat_sentence: 2, repeat_words: 6, complete_sentence: 5, complete_words: 3, continue_sentence: 1}
+MIX = {plain: 6, repeat_sentence: 2, repeat_words: 4, complete_sentence: 5, complete_words: 3, continue_sentence: 1}
+# At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
+FIRST_MIX = {plain: 3, repeat_words: 8, complete_sentence: 1, complete_words: 1}
 
 
-def document(rng: random.Random) -> Document:
-    (make,) = rng.choices(list(MIX), list(MIX.values()))
+def document(rng: random.Random, first: bool = False) -> Document:
+    mix = FIRST_MIX if first else MIX
+    (make,) = rng.choices(list(mix), list(mix.values()))
     return make(rng)
 
 
@@ -206,15 +211,16 @@ def pieces(d: Document) -> Iterator[tuple[str, bool]]:
 
 def batch_of(tokenizer: Any, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
     """(ids, labels) of a step: fresh documents, one behind the other, cut into rows of a fixed length."""
-    rng, room = _rng(settings, step), settings.batch * settings.length
+    first = step < settings.first_steps
+    rng, shape = _rng(settings, step), (settings.batch, settings.first_length if first else settings.length)
+    room = shape[0] * shape[1]
     ids: list[int] = []
     labels: list[int] = []
     while len(ids) < room:
-        for text, counts in pieces(document(rng)):
+        for text, counts in pieces(document(rng, first)):
             found = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += found
             labels += found if counts else [-100] * len(found)
-    shape = settings.batch, settings.length
     return torch.tensor(ids[:room]).view(shape), torch.tensor(labels[:room]).view(shape)
 
 
@@ -325,6 +331,7 @@ def _save(
     log = {
         "settings": asdict(settings),
         "parameters": model.num_parameters(),
+        "first_mix": {make.__name__: weight for make, weight in FIRST_MIX.items()},
         "mix": {make.__name__: weight for make, weight in MIX.items()},
         "source_sha256": source,
         "seconds": round(seconds, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from sdmlm.region import HighReliabilityRegion
 
 MAX_POINTS = 2000  # calibration points that go out
 EXAMPLES = 6
-_MARK = "SDMLM-PROMPT"
 
 
 def region_facts(region: HighReliabilityRegion) -> dict[str, Any]:
@@ -83,7 +83,8 @@ def examples(lm: SDMLanguageModel) -> list[str]:
 
 
 def _shell(encoder: Encoder) -> tuple[str, str] | None:
-    """What stands before and after a single user message, as documents are decoded."""
-    text = encoder.decode(encoder.encode_prompt([{"role": "user", "content": _MARK}]))
-    before, mark, after = text.partition(_MARK)
-    return (before, after) if mark and after else None
+    """What stands before and after a single user message, as documents are decoded: what two of them have in common."""
+    one, other = (encoder.decode(encoder.encode_prompt([{"role": "user", "content": c}])) for c in ("a", "b"))
+    before = commonprefix([one, other])
+    after = commonprefix([one[len(before) :][::-1], other[len(before) :][::-1]])[::-1]
+    return (before, after) if after and one != other else None

@@ -1,0 +1,290 @@
+"""Search under a budget, and its calibration against a slow version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import slow
+from tiny_sdm_lm import calibration_rows, marked_rows, train
+
+from sdmlm import SDMLanguageModel
+from sdmlm.search import AGAIN, KINDS, SearchCalibration, SearchPolicy, calibrate_search, reprompted
+from sdmlm.verification import Verification
+
+PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
+HOT = SearchPolicy("resample", budget=3, temperature=1.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("search"))
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("chat"), chat=True)
+
+
+@pytest.fixture
+def lm(folder: Path) -> SDMLanguageModel:
+    return SDMLanguageModel.from_pretrained(folder)
+
+
+@pytest.fixture
+def chat(chat_folder: Path) -> SDMLanguageModel:
+    return SDMLanguageModel.from_pretrained(chat_folder)
+
+
+def key(v: Verification) -> tuple[Any, ...]:
+    return v.text, v.verdict, v.accepted, v.q, round(v.probability, 5), v.generated
+
+
+def by_hand(
+    lm: SDMLanguageModel, prompt: str, number: int, policy: SearchPolicy, alpha: float
+) -> tuple[Verification, int]:
+    """One prompt under a policy, a try at a time: (final answer as the SDM layer judges it, tries)."""
+    (length,) = lm.check_prompts([prompt])
+    seen: list[Verification] = []
+    turn = ""
+    while True:
+        n = len(seen)
+        sampling = lm.sampling(temperature=policy.temperature if n else 0.0)
+        seeds = [[policy.seed, number, n] if n else [0, number]]
+        more: dict[str, Any] = {}
+        if n and policy.kind == "reprompt":
+            more["contexts"] = [reprompted(lm, prompt, seen[-1].text)]
+        if n and policy.kind == "continue":
+            turn += f"{seen[-1].text}\n<verified>No</verified>\n"
+            more |= {"contexts": [prompt], "begun": [turn]}
+        start = lm.encoder.encode_prompt(more.get("contexts", [prompt])[0]) + lm.encoder.continuation(turn)
+        if len(start) + lm.encoder.suffix_length >= lm.encoder.max_length:
+            break
+        answers = lm.write([prompt], [length], sampling, seeds, progress=False, **more)
+        seen += lm.judge(answers, alpha, 3, progress=False)
+        if seen[-1].verified or len(seen) > policy.budget:
+            break
+    if seen[-1].verified:
+        return seen[-1], len(seen)
+    best = seen[0]
+    for v in seen:
+        best = v if v.probability_of_yes > best.probability_of_yes + 1e-6 else best
+    return best, len(seen)
+
+
+# Policies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chatty", [False, True], ids=["plain", "chat"])
+def test_a_search_is_its_tries_one_by_one(
+    lm: SDMLanguageModel, chat: SDMLanguageModel, kind: str, chatty: bool
+) -> None:
+    lm = chat if chatty else lm
+    policy = SearchPolicy(kind, budget=3, temperature=1.2, seed=7)
+    alpha = 0.8 if chatty else 0.85
+    found = lm.generate(PROMPTS[:12], search=policy, alpha=alpha)
+    for n, v in enumerate(found):
+        expected, tries = by_hand(lm, PROMPTS[n], n, policy, alpha)
+        assert key(v) == key(expected)
+        assert v.tries == tries
+        assert not v.calibrated
+        assert v.reason == expected.reason + " " + v.reason.removeprefix(expected.reason).strip()
+        assert "not calibrated" in v.reason
+    assert len({v.tries for v in found}) > 1
+    # However it came about, it is judged as an answer to the prompt that was asked.
+    for prompt, v in zip(PROMPTS, found, strict=False):
+        given = lm.verify(prompt, v.text, alpha=alpha)
+        assert (given.verdict, given.accepted, given.q) == (v.verdict, v.accepted, v.q)
+
+
+def test_the_budget_bounds_the_tries_and_no_verified_answer_is_tried_again(
+    lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[list[Any]] = []
+    plain = lm.write
+    monkeypatch.setattr(lm, "write", lambda prompts, *rest: written.append(list(prompts)) or plain(prompts, *rest))
+    policy = SearchPolicy("resample", budget=3, temperature=0.5)
+    found = lm.generate(PROMPTS, temperature=1.8, search=policy)
+    first = lm.generate(PROMPTS, temperature=1.8)
+    assert len(written) == 1 + 3 + 1
+    assert written[0] == written[-1] == PROMPTS
+    assert written[1] == [p for p, v in zip(PROMPTS, first, strict=True) if not v.verified]
+    for n, (v, plainly) in enumerate(zip(found, first, strict=True)):
+        assert 1 <= v.tries <= 4
+        assert v.tries == sum(PROMPTS[n] in asked for asked in written[:-1])
+        if plainly.verified:
+            assert key(v) == key(plainly)
+        assert v.verified or v.probability_of_yes >= plainly.probability_of_yes - 1e-6
+    assert sum(v.verified for v in found) > sum(v.verified for v in first)
+    assert any(v.verified and v.tries > 1 for v in found)
+
+
+def test_no_further_tries_are_plain_generation(lm: SDMLanguageModel) -> None:
+    nothing = lm.generate(PROMPTS[:10], search=SearchPolicy(budget=0))
+    assert nothing == lm.generate(PROMPTS[:10])
+    assert lm.generate([], search="resample") == []
+    single = lm.generate(PROMPTS[0], search="resample")
+    assert key(single) == key(lm.generate([PROMPTS[0]], search=SearchPolicy())[0])
+
+
+def test_a_conversation_that_outgrows_the_context_is_not_tried_again(lm: SDMLanguageModel) -> None:
+    for kind in ("reprompt", "continue"):
+        v = lm.generate("ab" * 33, search=SearchPolicy(kind, budget=5), alpha=0.99)
+        assert not v.verified
+        assert v.tries < 6
+        assert v.tries >= 1
+
+
+def test_the_refused_answer_is_in_the_prompt(lm: SDMLanguageModel, chat: SDMLanguageModel) -> None:
+    assert reprompted(lm, "abc=", "abd") == f"abc=abd\n<verified>No</verified>\n\n{AGAIN}\n\nabc="
+    turns = [{"role": "user", "content": "abc="}]
+    refused = {"role": "assistant", "content": "abd\n<verified>No</verified>"}
+    expected = [*turns, refused, {"role": "user", "content": AGAIN}]
+    assert reprompted(chat, "abc=", "abd") == reprompted(chat, turns, "abd") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "guess"}, "one of resample, reprompt, continue"),
+        ({"budget": -1}, "budget is -1"),
+        ({"budget": 1.5}, "budget is 1.5"),
+        ({"temperature": 0}, "needs a temperature above 0"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"seed": -3}, "seed is -3"),
+    ],
+)
+def test_policies_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SearchPolicy(**settings)
+    assert SearchPolicy("continue", temperature=0).temperature == 0
+
+
+# Calibration
+
+
+def follows(prompts: list[str], completions: list[str], chosen: list[str], **columns: Any) -> list[int]:
+    return [int(c == right) for c, right in zip(completions, chosen, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["resample", "continue"])
+def test_calibration_is_algorithm_1_over_final_answers(lm: SDMLanguageModel, kind: str) -> None:
+    rows, policy = calibration_rows(), SearchPolicy(kind, budget=2, temperature=1.5)
+    calibration = calibrate_search(lm, rows, policy, follows, save=False)
+    layer = lm.estimator.layers_[0]
+    support = {rows[i]["prompt"] for i in layer.support_ids}
+    ids = [i for i in sorted(layer.calibration_ids) if rows[i]["prompt"] not in support]
+    assert list(calibration.ids) == ids
+    assert 10 < len(ids) < 48  # a prompt that is in both halves is left out
+    finals = [by_hand(lm, rows[i]["prompt"], n, policy, 0.8) for n, i in enumerate(ids)]
+    labels = [int(v.text == rows[i]["chosen"]) for i, (v, _) in zip(ids, finals, strict=True)]
+    assert list(calibration.labels) == labels
+    assert list(calibration.tries) == [tries for _, tries in finals]
+    assert [v.verdict == "Yes" for v, _ in finals] == [bool(c) for c in calibration.predictions]
+    p = np.array([[1 - v.probability_of_yes, v.probability_of_yes] for v, _ in finals])
+    np.testing.assert_allclose(np.array(calibration.p), p, atol=1e-5)
+    np.testing.assert_allclose(calibration.q_prime, [v.q_prime for v, _ in finals], rtol=1e-4)
+    for alpha in (0.55, 0.6, 0.7, 0.8, 0.9):
+        q_min, psi = slow.find_region(calibration.q_prime, np.array(calibration.p), labels, alpha)
+        region = calibration.region(alpha)
+        assert region.q_min == q_min
+        assert psi is None or region.psi == psi
+    assert calibration.region() is calibration.region(0.8)
+    accepted = calibration.accepted
+    q_min, psi = slow.find_region(calibration.q_prime, np.array(calibration.p), labels, 0.8)
+    if psi is None:
+        assert not accepted.any()
+    else:
+        expected = slow.contains(q_min, psi, calibration.q_prime, np.array(calibration.p), calibration.predictions)
+        assert accepted.tolist() == expected.tolist()
+
+
+def forged(lm: SDMLanguageModel, policy: SearchPolicy, alpha: float = 0.8) -> SearchCalibration:
+    """A calibration whose region is known: q'_min 30, psi 0.9 for both."""
+    return SearchCalibration(
+        policy,
+        alpha,
+        lm.sampling(),
+        lm.digest(),
+        ids=(0, 1, 2, 3),
+        labels=(0, 1, 0, 1),
+        predictions=(0, 1, 1, 0),
+        q_prime=(30.0, 31.0, 2.0, 3.0),
+        p=((0.9, 0.1), (0.1, 0.9), (0.2, 0.8), (0.7, 0.3)),
+        tries=(1, 1, 1, 1),
+    )
+
+
+def test_a_calibrated_search_is_decided_by_its_own_region(lm: SDMLanguageModel) -> None:
+    lm.search_calibrations = (forged(lm, HOT),)
+    region = lm.search_calibrations[0].region()
+    assert (region.q_min, region.psi) == (30.0, (0.9, 0.9))
+    ours, theirs = lm.generate(PROMPTS, search=HOT), lm.generate(PROMPTS, search=dataclasses.replace(HOT, seed=1))
+    plain = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts).generate(PROMPTS, search=HOT)
+    assert all(v.calibrated for v in ours)
+    assert not any(v.calibrated for v in theirs)
+    for v, before in zip(ours, plain, strict=True):
+        assert (v.text, v.q, v.tries, v.probability) == (before.text, before.q, before.tries, before.probability)
+        assert v.accepted == (v.q_prime >= 30 and v.probability >= 0.9)
+        assert "not calibrated" not in v.reason
+        assert v.reason.startswith("Accepted" if v.accepted else "Rejected")
+        assert v.highest_alpha is None or v.highest_alpha <= 0.9
+    assert any(v.accepted for v in plain)
+    assert sum(v.accepted for v in ours) < sum(v.accepted for v in plain)
+    # Anything else than the settings that it was made with is not calibrated.
+    for change in ({"alpha": 0.81}, {"max_new_tokens": 9}, {"temperature": 0.5}, {"stop": "h"}, {"top_p": 0.5}):
+        assert not lm.generate(PROMPTS[0], search=HOT, **change).calibrated
+    lm.feedback("abc=", "abc", True, save=False)
+    assert not lm.generate(PROMPTS[0], search=HOT).calibrated
+    lm.undo_feedback(save=False)
+    assert lm.generate(PROMPTS[0], search=HOT).calibrated
+
+
+def test_a_calibration_is_kept_with_the_model(folder: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    lm = SDMLanguageModel.from_pretrained(copied)
+    rows = calibration_rows()
+    first = calibrate_search(lm, rows, HOT)
+    other = calibrate_search(lm, rows, "continue", alpha=0.7, max_new_tokens=12, stop="h")
+    again = calibrate_search(lm, rows, HOT, follows)
+    assert again == first  # the same rows, the same reward, the same chance
+    reopened = SDMLanguageModel.from_pretrained(copied)
+    assert reopened.search_calibrations == lm.search_calibrations == (other, first)
+    assert reopened.generate(PROMPTS[:3], search=HOT)[0].calibrated
+    reopened.save_pretrained(tmp_path / "new")
+    assert SDMLanguageModel.from_pretrained(tmp_path / "new").search_calibrations == (other, first)
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "## Calibrated searches" in card
+    q_min = first.region().q_min
+    share = f"{first.accepted.mean():.1%}"
+    assert f"| resample | 3 | 0.8 | {f'{q_min:.4g}' if math.isfinite(q_min) else 'none'} | {share} |" in card
+
+    path = copied / "sdm" / "search.json"
+    facts = json.loads(path.read_text())
+    facts["searches"][0]["labels"] = [1]
+    path.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="its columns differ in length"):
+        SDMLanguageModel.from_pretrained(copied)
+    path.write_text(json.dumps({**facts, "format_version": 2}))
+    with pytest.raises(ValueError, match="newer sdmlm"):
+        SDMLanguageModel.from_pretrained(copied)
+
+
+def test_rows_that_are_not_the_calibration_rows(lm: SDMLanguageModel) -> None:
+    rows = calibration_rows()
+    with pytest.raises(ValueError, match="fitted over 96 rows and 95 are given"):
+        calibrate_search(lm, rows[1:], HOT)
+    with pytest.raises(ValueError, match="has another prompt than document"):
+        calibrate_search(lm, rows[::-1], HOT)
+    with pytest.raises(ValueError, match="column 'chosen' is missing"):
+        calibrate_search(lm, [{"prompt": "abc="}], HOT)
+    lm.folder = None
+    with pytest.raises(ValueError, match="give save=False"):
+        calibrate_search(lm, rows, HOT)
