@@ -21,7 +21,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(the folder, what the terminal showed)."""
     path = tmp_path_factory.mktemp("demo")
     with redirect_stdout(io.StringIO()) as shown:
-        assert main(["demo", "--fast", "--output", str(path)]) == 0
+        assert main(["demo", "--digits", "--fast", "--output", str(path)]) == 0
     return path, shown.getvalue()
 
 
@@ -67,7 +67,7 @@ def test_demo_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(estimator.FAST, "epochs", 2)
     tables = []
     for _ in range(2):
-        assert main(["demo", "--fast", "--output", str(tmp_path)]) == 0
+        assert main(["demo", "--digits", "--fast", "--output", str(tmp_path)]) == 0
         tables.append((tmp_path / "tables.csv").read_bytes())
     assert tables[0] == tables[1]
 

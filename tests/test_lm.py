@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from sdmlm import SDMLanguageModel, Verification
 from sdmlm.encoding import VerificationTags
 from sdmlm.layer import ALPHA_GRID
-from sdmlm.verification import AnswerText, bare
+from sdmlm.verification import bare
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
+SUFFIXED = ["abc\n<verified>Yes</verified>", "abc\n<verified>No</ver", "good\n<verified>Yes</verified> bad", ""]
 NUMBERS = ("probability", "probability_lower", "probability_upper", "d", "d_nearest", "q_prime")
 
 
@@ -295,34 +296,9 @@ def test_pieces_are_the_text(lm: SDMLanguageModel, wild: list[Verification]) -> 
     assert short[1].text == lm.generate(PROMPTS[1]).text
 
 
-def test_nothing_uncertain_is_streamed(lm: SDMLanguageModel) -> None:
-    text = AnswerText(lm.encoder, ["end"])
-    heard, ids = "", []
-    for i in lm.encoder.continuation("abc\n<verifa>e\nend"):
-        ids.append(i)
-        heard += text.piece(ids)
-        assert "abc\n<verifa>e\n".startswith(heard)
-    assert text.stopped(ids)
-    assert heard == "abc\n<verifa>e"
-    assert text.last(text.read(ids)[0]) == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("abc", "abc"),
-        ("abc\n<verified>Yes</verified>", "abc"),
-        ("abc\n<verified>No</verified>\n<verified>Yes</verified> \n", "abc"),
-        ("abc\n<verified>", "abc"),
-        ("abc\n<verified>No</ver", "abc"),
-        ("abc\n<verified>Maybe", "abc\n<verified>Maybe"),
-        ("good\n<verified>Yes</verified> bad", "good\n<verified>Yes</verified> bad"),
-        ("", ""),
-    ],
-)
-def test_only_a_suffix_is_taken_off(lm: SDMLanguageModel, text: str, expected: str) -> None:
-    assert bare(text, VerificationTags()) == expected
-    v = lm.verify("abc=", text)
+@pytest.mark.parametrize("text", SUFFIXED)
+def test_only_a_suffix_is_taken_off(lm: SDMLanguageModel, text: str) -> None:
+    v, expected = lm.verify("abc=", text), bare(text, VerificationTags())
     assert v.text == expected
     same(v, lm.verify("abc=", expected))
 
@@ -340,6 +316,7 @@ def test_conversations(chat: SDMLanguageModel) -> None:
     same(both[0], one)
     assert both[1].prompt_tokens > both[0].prompt_tokens
     same(chat.verify([turn], [[{"role": "assistant", "content": "abc"}]])[0], one)
+    same(chat.verify(turn, [{"role": "assistant", "content": "abc"}]), one)
 
 
 # Feedback
@@ -362,6 +339,7 @@ def test_feedback_is_kept_and_can_be_undone_after_a_reload(copied: Path) -> None
 
     again = SDMLanguageModel.from_pretrained(copied)
     assert again.feedback_ids == [first, second]
+    assert again.digest() == lm.digest()
     same(again.verify("abc=", "abc"), lm.verify("abc=", "abc"))
     assert again.undo_feedback(first) == first
     with pytest.raises(ValueError, match="no feedback 'feedback:1'"):
@@ -632,6 +610,21 @@ def test_a_long_prompt_is_answered_in_the_room_that_is_left(lm: SDMLanguageModel
     room = lm.encoder.max_length - lm.encoder.suffix_length - 1
     v = lm.generate("a" * room)
     assert (v.prompt_tokens, v.completion_tokens, v.finish_reason) == (room, 1, "length")
+
+
+def test_an_answer_that_grows_when_it_is_encoded_again_is_judged_as_generated(
+    lm: SDMLanguageModel, wild: list[Verification], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy, short = lm.generate("abc="), lm.generate("abc=", max_new_tokens=3)
+
+    def too_long(*args: Any) -> list[int]:
+        raise ValueError("too long")
+
+    monkeypatch.setattr(type(lm.encoder), "encode_for_judging", too_long)
+    same(lm.generate("abc="), greedy)  # its ids end with the tag
+    again = lm.generate("abc=", max_new_tokens=3)  # the tag is appended, without a separator
+    assert again.text == short.text
+    assert again.d_nearest != short.d_nearest
 
 
 def test_a_model_that_cuts_prompts_still_does(tmp_path: Path) -> None:

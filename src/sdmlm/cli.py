@@ -8,7 +8,23 @@ import sys
 from collections.abc import Sequence
 
 from sdmlm import __version__
-from sdmlm.commands import calibrate, certify, compare, data, demo, explain, fit, replicate, report, score, serve, train
+from sdmlm.commands import (
+    calibrate,
+    certify,
+    chat,
+    compare,
+    data,
+    demo,
+    explain,
+    fit,
+    generate,
+    replicate,
+    report,
+    score,
+    serve,
+    train,
+    verify,
+)
 
 EXAMPLES = """\
 examples:
@@ -22,6 +38,9 @@ examples:
   sdmlm train --model M --data rows.jsonl --output runs/lm   fine-tune a language model
   sdmlm calibrate runs/lm --data rows.jsonl         give a language model an SDM layer
   sdmlm replicate recipes/demo --output runs/replica         the paper's experiments and tables
+  sdmlm generate runs/lm --prompts prompts.txt      answers with verdicts
+  sdmlm verify runs/lm --data answers.jsonl         verdicts on anybody's answers
+  sdmlm chat runs/lm                                ask, answer by answer
   sdmlm serve runs/lm                               OpenAI's API with verdicts, and a page
 
 `sdmlm COMMAND --help` shows the options and examples of a command."""
@@ -37,7 +56,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sdmlm {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (fit, score, explain, compare, certify, demo, data, train, calibrate, replicate, report, serve):
+    for command in (
+        fit,
+        score,
+        explain,
+        compare,
+        certify,
+        demo,
+        data,
+        train,
+        calibrate,
+        generate,
+        verify,
+        chat,
+        replicate,
+        report,
+        serve,
+    ):
         command.add(subparsers)
     return parser
 

@@ -133,7 +133,7 @@ class SDMLanguageModel:
         of a completion, whole or cut off, is no part of it; whatever else it says about itself is text like any other.
         """
         asked, single = _as_list(prompts)
-        if single and isinstance(completions, str):
+        if single and (isinstance(completions, str) or (completions and isinstance(completions[0], Mapping))):
             completions = [completions]
         alpha = self._checked_alpha(alpha)
         check_whole("neighbors", neighbors, 0)
@@ -288,9 +288,8 @@ class SDMLanguageModel:
         body, verdict = text.read(ids)
         try:
             document = self.encoder.encode_for_judging(prompt, body)
-        except ValueError:  # strange tokens may be more when they are encoded again: then as they were generated
-            kept = ids[: max(0, len(ids) - 1)]
-            document = self.encoder.encode_prompt(prompt) + kept + self.encoder.open_ids
+        except ValueError:  # tokens that are more when they are encoded again, and then too many: read as generated
+            document = self.encoder.encode_prompt(prompt) + self._up_to_tag(ids)
         over = text.stopped(ids) or self.encoder.ends(ids)
         return Answer(
             text=body,
@@ -301,6 +300,13 @@ class SDMLanguageModel:
             lm_verdict=verdict,
             finish_reason="stop" if over else "length",
         )
+
+    def _up_to_tag(self, ids: list[int]) -> list[int]:
+        """Generated ids up to and including their right-most `<verified>`, or with one appended."""
+        end = next((n for n, i in enumerate(ids) if i in self.encoder.stop_ids), len(ids))
+        tag = self.encoder.open_ids
+        at = next((n for n in range(end - len(tag), -1, -1) if ids[n : n + len(tag)] == tag), end)
+        return ids[:at] + tag
 
     def _given(self, n: int, prompt: Prompt, length: int, completion: Any) -> Answer:
         """A completion that somebody else wrote."""
@@ -378,14 +384,14 @@ class SDMLanguageModel:
         answer = self._given(0, prompt, length, completion)
         h = self.summaries([answer], progress=False)[0]
         log = self._feedback.added(self.encoder.decode(answer.ids), y, h)
-        self._use(log, save, with_feedback(self.estimator, log.items[-1:]))
+        self._use(log, save)
         return log.items[-1].id
 
     def undo_feedback(self, id: str | None = None, *, save: bool = True) -> str:
         """Take one feedback back (default: the latest), also after a reload; returns its id."""
         self._check_save(save)
         log, gone = self._feedback.without(id)
-        self._use(log, save, with_feedback(self._fitted, log.items))
+        self._use(log, save)
         return gone.id
 
     @property
@@ -393,7 +399,8 @@ class SDMLanguageModel:
         """Ids of the feedback in the support, oldest first."""
         return [item.id for item in self._feedback.items]
 
-    def _use(self, log: FeedbackLog, save: bool, estimator: SDMEstimator) -> None:
+    def _use(self, log: FeedbackLog, save: bool) -> None:
+        estimator = with_feedback(self._fitted, log.items)  # all at once, as after a reload: the same to the last bit
         if save and self.folder is not None:  # first: where it cannot be kept, nothing changes
             save_feedback(self.folder / SDM_FOLDER, log, self.facts["fingerprint"])
         self._feedback, self.estimator = log, estimator

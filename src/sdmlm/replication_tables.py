@@ -241,7 +241,12 @@ class Tables:
     def _rich(self, table: str) -> RichTable:
         layout = LAYOUTS[table]
         out = RichTable(
-            title=layout.title, title_justify="left", caption=layout.caption, box=box.SIMPLE_HEAD, padding=0
+            title=layout.title,
+            title_justify="left",
+            caption=layout.caption,
+            box=box.SIMPLE_HEAD,
+            padding=0,
+            min_width=60,
         )
         out.add_column("Model", no_wrap=True)
         for column in layout.columns:

@@ -251,8 +251,8 @@ def _verifications(
     alpha: float,
     neighbors: int,
 ) -> list[Verification]:
-    digest = lm.digest()
-    calibration = next((c for c in lm.search_calibrations if c.matches(policy, alpha, sampling, digest)), None)
+    known = lm.search_calibrations
+    calibration = next((c for c in known if c.matches(policy, alpha, sampling, lm.digest())), None)
     region = lm.estimator.layers_[0].region(alpha)
     if calibration is not None:
         scores, region = calibration.decided(scores), calibration.region()

@@ -23,6 +23,7 @@ from sdmlm.server.streaming import AnswerStream, to_json
 
 T = TypeVar("T")
 LEFT = 499  # status of a request whose client did not wait, for the metrics; nobody gets to see it
+ALL_READ = "sdmlm.all_read"  # in a scope: its body has come in whole
 LINGER_BYTES, LINGER_SECONDS = 64_000_000, 5.0
 ROUTES = {
     "/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/verify", "/v1/feedback", "/v1/sdm",
@@ -57,7 +58,7 @@ class ErrorAnswer(JSONAnswer):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        read, more = 0, True
+        read, more = 0, not scope.get(ALL_READ, False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while more and read < LINGER_BYTES:
@@ -148,6 +149,11 @@ class Front:
             return
         start, status = time.perf_counter(), LEFT
 
+        async def receiving() -> Message:
+            message = await receive()
+            scope[ALL_READ] = not message.get("more_body", False)
+            return message
+
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
@@ -159,16 +165,16 @@ class Front:
 
         try:
             if error := self._refusal(scope):
-                await ErrorAnswer(error)(scope, receive, sending)
+                await ErrorAnswer(error)(scope, receiving, sending)
             else:
-                await self._app(scope, receive, sending)
+                await self._app(scope, receiving, sending)
         except ClientDisconnect:
             pass
         except Exception as error:
             report(error)
             if status != LEFT:  # something has been sent: all that can be done is to break off
                 raise
-            await ErrorAnswer(internal())(scope, receive, sending)
+            await ErrorAnswer(internal())(scope, receiving, sending)
         finally:
             self._metrics.request(route_of(scope["path"]), status, time.perf_counter() - start)
 

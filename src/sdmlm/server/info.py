@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -65,8 +64,8 @@ def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[st
     return {name: values[some].tolist() for name, values in columns.items()}
 
 
-def examples(lm: SDMLanguageModel) -> list[str]:
-    """Prompts of a few documents of the support, where a chat template tells where a prompt ends."""
+def examples(lm: SDMLanguageModel, count: int = EXAMPLES) -> list[str]:
+    """Prompts of some documents of the support, where a chat template tells where a prompt ends."""
     if not lm.tokenizer.chat_template:
         return []
     shell = _shell(lm.encoder)
@@ -77,14 +76,13 @@ def examples(lm: SDMLanguageModel) -> list[str]:
             prompt, after, _ = document[len(shell[0]) :].partition(shell[1])
             if after and prompt.strip() and prompt not in found:
                 found.append(prompt)
-        if len(found) == EXAMPLES:
+        if len(found) == count:
             break
     return found
 
 
 def _shell(encoder: Encoder) -> tuple[str, str] | None:
-    """What stands before and after a single user message, as documents are decoded: what two of them have in common."""
+    """What stands before and after a single user message, as documents are decoded: what two of them share."""
     one, other = (encoder.decode(encoder.encode_prompt([{"role": "user", "content": c}])) for c in ("a", "b"))
-    before = commonprefix([one, other])
-    after = commonprefix([one[len(before) :][::-1], other[len(before) :][::-1]])[::-1]
-    return (before, after) if after and one != other else None
+    at = next((n for n, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), None)
+    return None if at is None or one[at + 1 :] != other[at + 1 :] else (one[:at], one[at + 1 :])

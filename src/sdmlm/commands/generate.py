@@ -1,0 +1,222 @@
+"""`sdmlm generate`: answers of an SDM language model with their verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdmlm.commands import common
+
+if TYPE_CHECKING:
+    from sdmlm.lm import SDMLanguageModel
+    from sdmlm.search import SearchPolicy
+    from sdmlm.verification import Verification
+
+EXAMPLES = """\
+  sdmlm generate runs/lm --prompts prompts.txt
+  sdmlm generate runs/lm --prompts prompts.jsonl --alpha 0.9 --search resample --budget 4 --output answers.jsonl
+  echo "Say hello." | sdmlm generate runs/lm --prompts - --json | jq 'select(.verified) | .text'"""
+
+_SHOWN = 20  # answers in the table; all of them go to --output
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "answer prompts, each answer with its verdict"
+    parser = common.add_command(subparsers, "generate", help, EXAMPLES)
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="F",
+        help=".txt (one prompt a line), .jsonl (objects with `prompt`: text or a conversation), or - for stdin, either way",
+    )
+    add_model(parser)
+    add_writing(parser)
+    add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model and how it judges."""
+    parser.add_argument("model", metavar="DIR", help="folder of an SDM language model, or its name on the Hub")
+    parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the model's")
+    parser.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    """How the LM writes."""
+    group = parser.add_argument_group("writing")
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="bound of an answer (as the SDM layer was fitted)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest tokens (1)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; may be given again")
+    group.add_argument(
+        "--search", choices=("resample", "reprompt", "continue"), help="further tries where an answer is not verified"
+    )
+    group.add_argument("--budget", type=int, default=4, metavar="N", help="further tries a prompt, with --search (4)")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Where the answers go."""
+    parser.add_argument("--output", metavar="FILE.jsonl", help="write one JSON object a prompt")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+    parser.add_argument(
+        "--neighbors", type=int, default=3, metavar="N", help="support documents as evidence in JSON (3)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate, write, show."""
+    common.check_output_file(args.output, ".jsonl")
+    prompts = read_prompts(args.prompts)
+    options = writing(args)
+    lm = load(args)
+    found = lm.generate(prompts, alpha=args.alpha, neighbors=args.neighbors, **options)
+    show(args, [{"prompt": prompt} for prompt in prompts], found)
+
+
+def writing(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_writing` gave, as options of SDMLanguageModel.generate."""
+    names = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
+    return {**{name: getattr(args, name) for name in names}, "search": policy(args)}
+
+
+def policy(args: argparse.Namespace) -> SearchPolicy | None:
+    """The search that was asked for."""
+    if args.search is None:
+        return None
+    from sdmlm.search import SearchPolicy
+
+    return SearchPolicy(args.search, args.budget, seed=args.seed)
+
+
+def load(args: argparse.Namespace) -> SDMLanguageModel:
+    """The model."""
+    from sdmlm.commands.calibrate import require_transformers
+
+    require_transformers()
+    from sdmlm.lm import SDMLanguageModel
+
+    return SDMLanguageModel.from_pretrained(args.model, device=common.checked_device(args.device))
+
+
+# In
+
+
+def read_prompts(source: str) -> list[Any]:
+    """Prompts of a .txt or .jsonl file, or of stdin, which is JSON lines if it begins with a brace."""
+    text = read_text(source)
+    if source.endswith(".jsonl") or (source == "-" and text.lstrip().startswith("{")):
+        return [row["prompt"] for row in parse_objects(text, source, ("prompt",))]
+    if source != "-" and not source.endswith(".txt"):
+        raise ValueError(f"{source} is of an unknown kind: prompts are read from .txt or .jsonl files, or from -.")
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{name_of(source)} is empty: it holds no prompts.")
+    return prompts
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin (-)."""
+    if source != "-" and Path(source).is_dir():
+        raise ValueError(f"{source} is a folder: name a file.")
+    content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name_of(source)} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
+
+
+def parse_objects(text: str, source: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Objects of JSON lines that have all these fields."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{name_of(source)}, line {number}"
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')}).") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected an object, found {type(row).__name__}.")
+        missing = [field for field in fields if field not in row]
+        if missing:
+            raise ValueError(f"{where}: {missing[0]!r} is missing.")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{name_of(source)} is empty: it holds no rows.")
+    return rows
+
+
+def name_of(source: str) -> str:
+    return "stdin" if source == "-" else source
+
+
+# Out
+
+
+def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], found: Sequence[Verification]) -> None:
+    """Write and print answers; `rows` are the fields that come first in each JSON object."""
+    from sdmlm.artifacts import write_text_atomically
+
+    lines = [common.to_json({**row, **v.to_dict()}) for row, v in zip(rows, found, strict=True)]
+    if args.output:
+        write_text_atomically(args.output, "".join(line + "\n" for line in lines))
+    if not all(v.calibrated for v in found):
+        common.warn("this search is not calibrated for this model, so answers may be accepted too easily.")
+    if args.json:
+        for line in lines:
+            print(line)
+        return
+    out = common.console(args)
+    out.print(_table(found))
+    if len(found) > _SHOWN:
+        out.print(f"... and {len(found) - _SHOWN} more" + ("." if args.output else ": give --output to see all."))
+    accepted, verified = sum(v.accepted for v in found), sum(v.verified for v in found)
+    share = common.percent(verified, len(found))
+    word = found[0].yes
+    out.print(
+        f'{verified} of {len(found)} answers ({share}) are verified: accepted as "{word}" at alpha {found[0].alpha:g}. '
+        f"{accepted - verified} are accepted as wrong, {len(found) - accepted} rejected.",
+        markup=False,
+    )
+    if args.output:
+        out.print(f"Written: {args.output}.", markup=False)
+
+
+def _table(found: Sequence[Verification]) -> Any:
+    from rich.text import Text
+
+    columns = ("", "verdict", "decision", "SDM", "q", "answer", "why")
+    table = common.rich_table("Answers", columns, left=["verdict", "decision", "answer", "why"])
+    for n, v in enumerate(found[:_SHOWN]):
+        answer = v.text if len(v.text) <= 200 else v.text[:200] + "..."
+        style = colour(v)
+        table.add_row(
+            str(n),
+            Text(v.verdict, style),
+            Text(decision(v), style),
+            f"{v.probability:.3f}",
+            str(v.q),
+            Text(answer),
+            Text(v.reason),
+        )
+    return table
+
+
+def decision(v: Verification) -> str:
+    """One or three words."""
+    return "accepted" if v.accepted else "out of distribution" if v.out_of_distribution else "rejected"
+
+
+def colour(v: Verification) -> str:
+    """Green for what may be used, red for what is accepted as wrong, yellow for what a person has to look at."""
+    return "green" if v.verified else "red" if v.accepted else "yellow"

@@ -1,0 +1,101 @@
+"""The demo with a language model: `sdmlm demo --fast`, from the shipped base model to the report."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sdmlm import SDMLanguageModel
+from sdmlm.cli import main
+from sdmlm.demo.word_ordering import ALPHA, FAST_SIZES, TRAINING, command, demo_splits
+from sdmlm.recipe import read_recipe
+from sdmlm.replication import read_evaluation
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "demo"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(the folder, what the terminal showed)."""
+    path = tmp_path_factory.mktemp("demo")
+    with redirect_stdout(io.StringIO()) as shown:
+        assert main(["demo", "--fast", "--output", str(path / "run")]) == 0
+    return path / "run", shown.getvalue()
+
+
+def test_it_writes_everything(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    names = {"ce_hn", "sdm_hn", "data", "demo.json", "report.html", "tables.csv", "tables.json", "tables.tex"}
+    assert {p.name for p in folder.iterdir()} == names
+    for setting in ("ce_hn", "sdm_hn"):
+        assert not list((folder / setting).glob("checkpoint-*"))
+        record = json.loads((folder / setting / "training.json").read_text(encoding="utf-8"))
+        assert record["status"] == "finished"
+        assert record["settings"]["loss"] == setting.split("_")[0]
+        assert record["config"]["hard_negatives"] is True
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Answers of the SDM language model" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_its_numbers_are_those_of_its_models(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    table = json.loads((folder / "tables.json").read_text(encoding="utf-8"))["tables"]
+    for line in table["selective"]:
+        evaluation, _ = read_evaluation(folder / line["setting"] / "evaluations" / f"{line['dataset']}.json")
+        assert len(evaluation) == FAST_SIZES[line["dataset"]]
+        share = line["quantities"]["share"]["values"][0]
+        assert share == pytest.approx(evaluation.accepted.mean())
+    lm = SDMLanguageModel.from_pretrained(folder / "sdm_hn")
+    rows = [json.loads(line) for line in (folder / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = lm.generate([row["prompt"] for row in rows[:20]], progress=False)
+    evaluation, _ = read_evaluation(folder / "sdm_hn" / "evaluations" / "test.json")
+    assert [a.accepted for a in found] == evaluation.accepted[:20].tolist()
+    assert [a.generated for a in found] == evaluation.generated[:20]
+    assert evaluation.y[:20].tolist() == [int(a.text == row["chosen"]) for a, row in zip(found, rows, strict=False)]
+
+
+def test_it_learns_even_in_a_minute(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    evaluation, _ = read_evaluation(folder / "sdm_hn" / "evaluations" / "test.json")
+    right = np.array(evaluation.y).mean()
+    assert right > 0.3, f"only {right:.0%} of the answers are right"
+    assert evaluation.alpha == ALPHA
+
+
+def test_it_explains(demo: tuple[Path, str]) -> None:
+    _, shown = demo
+    assert "The first of the test answers that is rejected" in shown
+    assert "near it, at" in shown
+    assert "sdmlm chat" in shown
+    assert "admits" in shown or "neither" in shown
+
+
+def test_rows_are_always_the_same_and_apart() -> None:
+    splits = demo_splits(FAST_SIZES)
+    assert splits == demo_splits(FAST_SIZES)
+    everything = [row["sentence"] for rows in splits.values() for row in rows]
+    assert len(set(everything)) == sum(FAST_SIZES.values())
+
+
+def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").write_text("x")
+    assert main(["demo", "--fast", "--output", str(tmp_path)]) == 2
+    assert "another folder" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"precious"}
+
+
+@pytest.mark.parametrize("setting", ["ce_hn", "sdm_hn"])
+def test_the_recipes_are_the_demo(setting: str) -> None:
+    """`sdmlm replicate recipes/demo` repeats the demo with other seeds."""
+    recipe = read_recipe(str(RECIPES / f"{setting}.yaml"))
+    for name, value in TRAINING.items():
+        assert recipe[name] == value, name
+    options = dict(option[2:].split("=", 1) for option in command(Path("x"), setting, TRAINING)[1:])
+    assert recipe["model"] == options["model"] == "demo"
+    assert recipe["loss"] == options["loss"]

@@ -1,0 +1,135 @@
+"""The text of an answer, while and after it is written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from tiny_lm import tiny_tokenizer
+
+from sdmlm.encoding import Encoder, VerificationTags
+from sdmlm.explain import Exemplar
+from sdmlm.verification import AnswerText, Sampling, Verification, bare
+
+WRITTEN = [
+    "abc",
+    "abc\n",
+    "abc\n\n<verified>Yes</verified>",
+    "abc\n<verifa>e\nend of",
+    "abc\n<verified>b\n<verified>No</verified>",
+    "abc\n<verified>Yes<verified>No",
+    "<verified>Yes</verified>",
+    "ab</s>cd",
+    "a\nb\nend",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return Encoder(tiny_tokenizer())
+
+
+def read_slowly(text: str, stop: str) -> str:
+    """The answer in a text, from the description: end of turn, stop string, right-most tag, suffix, separator."""
+    text = text.split("</s>")[0].split(stop)[0]
+    if "<verified>" in text:
+        text = text[: text.rindex("<verified>")]
+    text = text.removesuffix("\n")
+    return bare(text, VerificationTags())
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_pieces_are_a_growing_part_of_the_answer(encoder: Encoder, written: str) -> None:
+    text = AnswerText(encoder, ["end"])
+    ids: list[int] = []
+    heard = ""
+    for i in encoder.continuation(written):
+        ids.append(i)
+        heard += text.piece(ids)
+        if text.stopped(ids):
+            break
+    answer, _ = text.read(ids)
+    assert answer == read_slowly(written, "end")
+    assert answer.startswith(heard)
+    assert heard + text.last(answer) == answer
+    assert text.stopped(ids) == ("end" in written)
+
+
+def test_a_tag_is_never_heard(encoder: Encoder) -> None:
+    text, ids = AnswerText(encoder), []
+    for i in encoder.continuation("abc\n<verified>Yes</verified>"):
+        ids.append(i)
+        assert text.piece(ids) in ("", "a", "b", "c")
+    assert text.read(ids) == ("abc", True)
+    assert text.verbatim(ids) == "abc\n<verified>Yes</verified>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("abc", "abc"),
+        ("abc\n<verified>Yes</verified>", "abc"),
+        ("abc\n<verified>No</verified>\n<verified>Yes</verified> \n", "abc"),
+        ("abc\n<verified>", "abc"),
+        ("abc\n<verified>No</ver", "abc"),
+        ("abc\n<verified>Maybe", "abc\n<verified>Maybe"),
+        ("good\n<verified>Yes</verified> bad", "good\n<verified>Yes</verified> bad"),
+        ("", ""),
+    ],
+)
+def test_only_a_suffix_is_taken_off(text: str, expected: str) -> None:
+    assert bare(text, VerificationTags()) == expected
+    assert bare(expected, VerificationTags()) == expected
+
+
+def verification(**changes: Any) -> Verification:
+    settings: dict[str, Any] = {
+        "text": "a",
+        "accepted": True,
+        "verdict": "Yes",
+        "probability": 0.75,
+        "probability_lower": 0.5,
+        "probability_upper": 1.0,
+        "q": 3,
+        "d": 0.5,
+        "d_nearest": 1.0,
+        "q_prime": 2.5,
+        "accepted_lower": False,
+        "out_of_distribution": False,
+        "highest_alpha": None,
+        "exemplars": (Exemplar(7, 1, 1, 0.5, "text"),),
+        "reason": "because.",
+        "alpha": 0.9,
+        "completion": "a\n<verified>Yes</verified>",
+        "generated": None,
+        "lm_verdict": None,
+        "finish_reason": "given",
+        "prompt_tokens": 1,
+        "completion_tokens": 2,
+    }
+    return Verification(**settings | changes)
+
+
+def test_verified_is_accepted_as_yes() -> None:
+    assert verification().verified
+    assert not verification(accepted=False).verified
+    assert not verification(verdict="No").verified
+    assert verification(verdict="Ja", yes="Ja").verified
+    assert verification().probability_of_yes == 0.75
+    assert verification(verdict="No").probability_of_yes == 0.25
+
+
+def test_plain_values() -> None:
+    plain = verification(d_nearest=math.inf).to_dict()
+    assert plain["d_nearest"] is None
+    assert plain["exemplars"] == [{"id": 7, "label": 1, "prediction": 1, "distance": 0.5, "text": "text"}]
+    assert plain["verified"] is True
+    assert "yes" not in plain
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": True}, {"temperature": "1"}, {"top_p": None}, {"stop": ("",)}])
+def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**{"max_new_tokens": 1, **wrong})
