@@ -123,7 +123,7 @@ async def ask(port: int, kind: str, case: Case, rng: random.Random) -> tuple[int
     if kind == "completion":
         return await http(port, "/v1/completions", json.dumps({"prompt": case.prompt, **options}).encode())
     if kind == "verify":
-        given = {"messages": messages, "completion": case.expected[0] or "x"}
+        given = {"messages": messages, "completion": case.expected[0]}
         return await http(port, "/v1/verify", json.dumps({**given, **options}).encode())
     payload: dict[str, Any] = {"messages": messages, **options}
     if kind == "sampled":
@@ -161,8 +161,6 @@ def judge(kind: str, case: Case, status: int, body: bytes, tally: Tally) -> str 
         evidence = choice["sdm"]
         tally.tokens += answer["usage"]["completion_tokens"]
     found = (text, evidence["verdict"], evidence["accepted"])
-    if kind == "verify" and not case.expected[0]:
-        return None
     return None if found == case.expected else f"{found} in place of {case.expected}"
 
 
@@ -183,14 +181,28 @@ async def stress(port: int, pid: int, cases: list[Case], clients: int, seconds: 
 
 
 def make_cases(lm: Any, prompts: list[str], sampled: int) -> list[Case]:
-    """What the model alone says to each prompt, greedily; and to some of them sampled, each with a seed."""
-    asked = [(prompt, None) for prompt in prompts] + [(prompt, n) for n, prompt in enumerate(prompts[:sampled])]
-    cases = []
-    for prompt, seed in asked:
-        options = {} if seed is None else {"temperature": TEMPERATURE, "seed": seed}
-        v = lm.generate([prompt], progress=False, **options)[0]
-        cases.append(Case(prompt, seed, (v.text, v.verdict, v.accepted)))
-    return cases
+    """What the model alone says to each prompt, greedily; and to some of them sampled, each with a seed.
+
+    A prompt whose answer or decision hangs on the last bits of a number, and so on who else is in a batch, is left out: it
+    has no one right answer.
+    """
+
+    def said(v: Any) -> tuple[str, str, bool]:
+        return v.text, v.verdict, v.accepted
+
+    one_by_one = [lm.generate([prompt], progress=False)[0] for prompt in prompts]
+    together = lm.generate(prompts, progress=False)
+    given = lm.verify(prompts, [v.text for v in one_by_one], progress=False)
+    kept = [
+        Case(prompt, None, said(v))
+        for prompt, v, *others in zip(prompts, one_by_one, together, given, strict=True)
+        if v.text.strip() and all(said(other) == said(v) for other in others)
+    ]
+    for seed, case in enumerate(kept[:sampled]):
+        v = lm.generate([case.prompt], progress=False, temperature=TEMPERATURE, seed=seed)[0]
+        if said(lm.verify(case.prompt, v.text, progress=False)) == said(v):
+            kept.append(Case(case.prompt, seed, said(v)))
+    return kept
 
 
 def alone(lm: Any, prompts: list[str]) -> dict[str, float]:

@@ -7,12 +7,11 @@ import json
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
-from sdmlm.demo.word_ordering import ALPHA, FAST_SIZES, TRAINING, command, demo_splits
+from sdmlm.demo.word_ordering import FAST_SIZES, TRAINING, command, demo_splits
 from sdmlm.recipe import read_recipe
 from sdmlm.replication import read_evaluation
 
@@ -58,14 +57,6 @@ def test_its_numbers_are_those_of_its_models(demo: tuple[Path, str]) -> None:
     assert [a.accepted for a in found] == evaluation.accepted[:20].tolist()
     assert [a.generated for a in found] == evaluation.generated[:20]
     assert evaluation.y[:20].tolist() == [int(a.text == row["chosen"]) for a, row in zip(found, rows, strict=False)]
-
-
-def test_it_learns_even_in_a_minute(demo: tuple[Path, str]) -> None:
-    folder, _ = demo
-    evaluation, _ = read_evaluation(folder / "sdm_hn" / "evaluations" / "test.json")
-    right = np.array(evaluation.y).mean()
-    assert right > 0.3, f"only {right:.0%} of the answers are right"
-    assert evaluation.alpha == ALPHA
 
 
 def test_it_explains(demo: tuple[Path, str]) -> None:

@@ -177,6 +177,23 @@ def test_states_of_the_generation_give_the_summary(lm: SDMLanguageModel) -> None
     assert all("<verified>" not in str(answer.generated) for answer in answers)  # two tokens leave no room for one
 
 
+def test_a_calibration_document_lies_on_its_own_side_of_the_threshold(lm: SDMLanguageModel) -> None:
+    """Thresholds are outputs of calibration documents; read again, in another batch, these differ in the last digits."""
+    layer, rows = lm.estimator.layers_[0], calibration_rows()
+    points = layer.calibration
+    own = [n for n, label in enumerate(points.labels.tolist()) if label == 1]  # the document is the row's positive
+    asked = [rows[layer.calibration_ids[n]] for n in own]
+    prompts, texts = [row["prompt"] for row in asked], [row["chosen"] for row in asked]
+    on_it = 0
+    for alpha in (0.6, 0.7, 0.8, 0.85):
+        region = layer.region(alpha)
+        inside = region.contains(points.q_prime, points.p, points.predictions)[own].tolist()
+        assert [v.accepted for v in lm.verify(prompts, texts, alpha=alpha)] == inside
+        assert [lm.verify(p, t, alpha=alpha).accepted for p, t in zip(prompts, texts, strict=True)] == inside
+        on_it += sum(float(p) == region.psi[1] for p in points.p[own, 1])
+    assert on_it
+
+
 def test_every_document_that_was_not_read_exactly_is_read_again(
     lm: SDMLanguageModel, wild: list[Verification], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,6 +621,16 @@ def test_completions_that_cannot_be_judged(lm: SDMLanguageModel, completions: An
 def test_settings_that_make_no_sense(lm: SDMLanguageModel, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lm.generate("abc=", **options)
+
+
+def test_a_single_prompt_takes_a_single_completion(lm: SDMLanguageModel) -> None:
+    for completions in (3, None, ["a", "b"], []):
+        with pytest.raises(ValueError, match="one completion for each prompt"):
+            lm.verify("abc=", completions)
+
+
+def test_a_bound_beyond_the_context_costs_nothing(lm: SDMLanguageModel) -> None:
+    assert lm.generate("abc=", max_new_tokens=10**12, temperature=0.1).text == "abc"
 
 
 def test_a_long_prompt_is_answered_in_the_room_that_is_left(lm: SDMLanguageModel) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_checks import NAME, PROMPTS, Served, ask, chat, metric, served, trained, wait_until
+from starlette.requests import ClientDisconnect
 
 from sdmlm import Verification
 from sdmlm.server import app as server_app
-from sdmlm.server.http import LINGER_SECONDS, _is_local, route_of
 from sdmlm.server.settings import ServerSettings, Upstream
+from sdmlm.server.web import LINGER_SECONDS, StreamAnswer, _is_local, route_of
 
 openai = pytest.importorskip("openai")
 
@@ -374,8 +376,10 @@ def test_routes_and_methods_that_do_not_exist(server: Served) -> None:
 
 def test_ten_megabytes_are_refused_unread(server: Served, client: Any) -> None:
     body = json.dumps({"messages": user("a" * 10_000_000)}).encode()
-    answer = ask(server.url, "/v1/chat/completions", body)
-    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+    for headers in ({}, {"Connection": "close"}):  # a client that is still sending gets to see the answer
+        for _ in range(3):
+            answer = ask(server.url, "/v1/chat/completions", body, headers=headers)
+            assert (answer.status, answer.error["code"]) == (413, "body_too_large")
     with pytest.raises(openai.APIStatusError) as error:
         client.chat.completions.create(model=NAME, messages=user("a" * 10_000_000))
     assert error.value.status_code == 413
@@ -430,6 +434,51 @@ def test_nothing_makes_the_server_fail(server: Served, body: bytes) -> None:
     assert answer.status in (200, 400, 404)
     if answer.status != 200:
         assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_is_a_500_and_its_words_stay_with_us(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    words = "the client's words"
+
+    async def broken(ask: Any, on_text: Any = None) -> Any:
+        if stream:
+            on_text(0, "a")
+            await asyncio.sleep(0)
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(server.model, "generate", broken)
+    answer = chat(server.url, "abc=", stream=stream)
+    error = answer.events[-1]["error"] if stream else answer.error
+    assert (answer.status, error["code"], error["type"]) == (200 if stream else 500, "internal_error", "server_error")
+    assert "RuntimeError" in caplog.text
+    assert words not in caplog.text + answer.body.decode()
+
+
+def test_a_client_that_takes_nothing_is_let_go() -> None:
+    closed = []
+
+    class Stream:
+        async def events(self) -> AsyncIterator[bytes]:
+            yield b"x"
+
+        def close(self) -> None:
+            closed.append(True)
+
+    async def stuck(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    async def silent() -> Any:
+        await asyncio.sleep(60)
+
+    async def work() -> None:
+        with pytest.raises(ClientDisconnect):
+            await StreamAnswer(Stream(), 0.05)({"type": "http"}, silent, stuck)  # type: ignore[arg-type]
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+    assert closed == [True]
 
 
 # Limits

@@ -30,7 +30,7 @@ def driver() -> Any:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_many_clients_who_leave_and_talk_nonsense() -> None:
     serving = driver()
-    cases = serving.make_cases(SDMLanguageModel.from_pretrained(trained()), PROMPTS[:16], 8)
+    cases = serving.make_cases(SDMLanguageModel.from_pretrained(trained()), PROMPTS[:20], 8)
     assert len({case.expected for case in cases}) > 8
     with process(str(trained())) as (running, url):
         port = int(url.rpartition(":")[2])

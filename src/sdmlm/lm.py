@@ -28,7 +28,7 @@ from sdmlm.negatives import generate
 from sdmlm.region import HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
 from sdmlm.summary import GenerationReader, embed_sequences
-from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole
+from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole, decided, widened
 
 if TYPE_CHECKING:
     from sdmlm.search import SearchCalibration, SearchPolicy
@@ -133,7 +133,7 @@ class SDMLanguageModel:
         of a completion, whole or cut off, is no part of it; whatever else it says about itself is text like any other.
         """
         asked, single = _as_list(prompts)
-        if single and (isinstance(completions, str) or (completions and isinstance(completions[0], Mapping))):
+        if single and (isinstance(completions, str) or _is_conversation(completions)):
             completions = [completions]
         alpha = self._checked_alpha(alpha)
         check_whole("neighbors", neighbors, 0)
@@ -218,7 +218,7 @@ class SDMLanguageModel:
         if not answers:
             return []
         h = self.summaries(answers, progress)
-        return self.verdicts(answers, h, self.score(h, alpha), self.estimator.layers_[0].region(alpha), neighbors)
+        return self.verdicts(answers, h, self.score(h, alpha), self.region(alpha), neighbors)
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
         """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
@@ -234,7 +234,11 @@ class SDMLanguageModel:
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha of their own: the estimator keeps its."""
         x = self.estimator._matrix(h, "h", self.estimator.n_features_in_, allow_empty=True)
-        return self.estimator.layers_[0].score(x, alpha)
+        return decided(self.estimator.layers_[0].score(x, alpha), self.region, alpha)
+
+    def region(self, alpha: float | None = None) -> HighReliabilityRegion:
+        """The high-reliability region that answers are decided by."""
+        return widened(self.estimator.layers_[0].region(self._checked_alpha(alpha)))
 
     def verdicts(
         self,
@@ -559,9 +563,11 @@ def _as_list(prompts: Any) -> tuple[list[Any], bool]:
         raise ValueError(
             f"prompts is {type(prompts).__name__}: give text, a conversation (a list of role/content), or a list of these."
         )
-    if prompts and isinstance(prompts[0], Mapping):
-        return [prompts], True
-    return list(prompts), False
+    return ([prompts], True) if _is_conversation(prompts) else (list(prompts), False)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def _is_message(value: Any) -> bool:

@@ -103,7 +103,7 @@ def generate(
         limits = [min(max_new_tokens, encoder.max_length - encoder.suffix_length - len(i)) for i in ids]
     chances = None
     if temperature > 0 and seeds is not None:
-        chances = np.array([np.random.default_rng(s).random(max_new_tokens) for s in seeds], dtype=np.float32)
+        chances = np.array([np.random.default_rng(s).random(max(limits)) for s in seeds], dtype=np.float32)
     out: list[list[int]] = [[] for _ in ids]
     was_training = model.training
     model.eval()
@@ -135,7 +135,8 @@ def _generate_batch(
     mask = torch.tensor([[0] * (longest - len(prompts[r])) + [1] * len(prompts[r]) for r in rows])
     ids, mask = ids.to(model.device), mask.to(model.device)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache, feed, step = None, [0] * len(rows), 0
+    cache, step = None, 0
+    feed: list[list[int]] = []  # the ids that each row reads next
     rest: dict[int, list[int]] = {}  # rows that have ended, of which the reader has not read everything
     while True:
         answer = model(
@@ -154,21 +155,19 @@ def _generate_batch(
         at = min(step, max(limits) - 1)  # a row of which only the rest is read draws nothing any more
         chance = None if chances is None else torch.from_numpy(chances[rows, at]).to(model.device)
         newest = _pick(answer.logits[:, -1].float(), temperature, chance, top_p).tolist()
-        going, feed = [], []
+        going = []
         for n, (r, token) in enumerate(zip(rows, newest, strict=True)):
             if r not in rest:
                 out[r].append(token)
                 ended = ends is not None and ends(r, out[r])
                 if not ended and len(out[r]) < limits[r] and not encoder.ends(out[r]):
                     going.append(n)
-                    feed.append(token)
                     continue
                 rest[r] = [] if reader is None else reader.rest(r, out[r])
             elif reader is not None and not rest[r]:
                 reader.finish(r)
             if rest[r]:
                 going.append(n)
-                feed.append(rest[r].pop(0))
         if not going:
             return
         if len(going) < len(rows):
@@ -178,9 +177,13 @@ def _generate_batch(
             cache.reorder_cache(keep)
             if reader is not None:
                 reader.keep(keep)
-        ids = torch.tensor(feed, device=mask.device)[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        positions = positions[:, -1:] + 1
+        # One token at a time while any row is generated; what all rows have left to read is read at once.
+        width = min((len(rest[r]) if r in rest else 1) for r in rows)
+        feed = [rest[r][:width] if r in rest else [out[r][-1]] for r in rows]
+        rest = {r: ids[width:] for r, ids in rest.items()}
+        ids = torch.tensor(feed, device=mask.device)
+        mask = torch.cat([mask, mask.new_ones(len(rows), width)], dim=1)
+        positions = positions[:, -1:] + torch.arange(1, 1 + width, device=mask.device)
         step += 1
 
 

@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.encoding import Encoder, check_rows
 from sdmlm.final_layer import SDM_FOLDER
-from sdmlm.layer import ALPHA_GRID, highest_alpha
 from sdmlm.region import HighReliabilityRegion, check_alpha, find_region, membership
 from sdmlm.rewards import Reward, apply_reward, load_reward
 from sdmlm.scores import Scores
-from sdmlm.verification import Answer, Sampling, Verification, check_whole
+from sdmlm.verification import Answer, Sampling, Verification, check_whole, decided, widened
 
 if TYPE_CHECKING:
     from sdmlm.lm import Prompt, SDMLanguageModel
@@ -100,6 +99,10 @@ class SearchCalibration:
             self._regions[alpha] = find_region(np.array(self.q_prime), p, np.array(self.labels, dtype=np.int64), alpha)
         return self._regions[alpha]
 
+    def deciding(self, alpha: float) -> HighReliabilityRegion:
+        """The region that new answers are decided by."""
+        return widened(self.region(alpha))
+
     @property
     def accepted(self) -> NDArray[np.bool_]:
         """Which of the final answers are in the region."""
@@ -109,17 +112,6 @@ class SearchCalibration:
     def matches(self, policy: SearchPolicy, alpha: float, sampling: Sampling, estimator: str) -> bool:
         """Whether it was made with these settings."""
         return (self.policy, self.alpha, self.sampling, self.estimator) == (policy, alpha, sampling, estimator)
-
-    def decided(self, scores: Scores) -> Scores:
-        """Scores with the region of the policy in place of that of single answers."""
-        region = self.region()
-        grid = [self.region(alpha) for alpha in ALPHA_GRID]
-        return dataclasses.replace(
-            scores,
-            accepted=region.contains(scores.q_prime, scores.p, scores.prediction),
-            accepted_lower=region.contains(scores.q_prime_lower, scores.p_lower, scores.prediction),
-            highest_alpha=highest_alpha(membership(grid, scores.q_prime, scores.p, scores.prediction)),
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -253,11 +245,10 @@ def _verifications(
 ) -> list[Verification]:
     known = lm.search_calibrations
     calibration = next((c for c in known if c.matches(policy, alpha, sampling, lm.digest())), None)
-    region = lm.estimator.layers_[0].region(alpha)
-    if calibration is not None:
-        scores, region = calibration.decided(scores), calibration.region()
+    region_at = lm.region if calibration is None else calibration.deciding
+    scores = decided(scores, region_at, alpha)
     plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
-    found = lm.verdicts(answers, lm.summaries(answers), scores, region, neighbors)
+    found = lm.verdicts(answers, lm.summaries(answers), scores, region_at(alpha), neighbors)
     return [
         dataclasses.replace(v, tries=n, calibrated=plain, reason=v.reason if plain else v.reason + NOT_CALIBRATED)
         for v, n in zip(found, tries, strict=True)

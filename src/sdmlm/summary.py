@@ -123,13 +123,13 @@ class GenerationReader:
         self._fed |= {r: list(prompts[r]) for r in rows}
         self._look(rows)
 
-    def step(self, rows: Sequence[int], newest: Sequence[int]) -> None:
-        """A pass over one more token of each row has been made."""
+    def step(self, rows: Sequence[int], newest: Sequence[list[int]]) -> None:
+        """A pass over the next ids of each row has been made."""
         assert self._states is not None
         assert self._sums is not None
-        self._sums = self._sums + self._states[:, -1].float()
-        for r, token in zip(rows, newest, strict=True):
-            self._fed[r].append(token)
+        self._sums = self._sums + self._states.float().sum(dim=1)
+        for r, ids in zip(rows, newest, strict=True):
+            self._fed[r] += ids
         self._look(rows)
 
     def keep(self, index: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,13 @@ from torch import Tensor
 
 from sdmlm.encoding import Encoder, VerificationTags
 from sdmlm.explain import Exemplar
+from sdmlm.layer import ALPHA_GRID, highest_alpha
+from sdmlm.region import HighReliabilityRegion, membership
+from sdmlm.scores import Scores
+
+# What two passes of an LM over the same document (with a cache, in another batch) may change, in float32: of an SDM output,
+# and of q' as a share of it.
+_NOISE, _NOISE_Q = 1e-5, 1e-4
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,28 @@ class AnswerText:
     def last(self, text: str) -> str:
         """What the pieces so far leave out of the finished answer."""
         return text[self._sent :]
+
+
+def widened(region: HighReliabilityRegion) -> HighReliabilityRegion:
+    """A region whose thresholds give way to rounding.
+
+    Its thresholds are outputs of calibration documents. When such a document is read again, its output differs in the last
+    digits, and would lie on either side of itself.
+    """
+    psi = tuple(value - _NOISE for value in region.psi)
+    return HighReliabilityRegion(region.alpha, region.q_min * (1 - _NOISE_Q), psi)
+
+
+def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], alpha: float) -> Scores:
+    """Scores decided by these regions (one for each alpha) in place of those of the estimator."""
+    own = region(alpha)
+    at = membership([region(a) for a in ALPHA_GRID], scores.q_prime, scores.p, scores.prediction)
+    return dataclasses.replace(
+        scores,
+        accepted=own.contains(scores.q_prime, scores.p, scores.prediction),
+        accepted_lower=own.contains(scores.q_prime_lower, scores.p_lower, scores.prediction),
+        highest_alpha=highest_alpha(at),
+    )
 
 
 def bare(text: str, tags: VerificationTags) -> str:

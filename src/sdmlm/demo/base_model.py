@@ -3,7 +3,8 @@
     python -m sdmlm.demo.base_model --output DIR
 
 It learns English of `sdmlm.demo.sentences`, to copy sharply, and to follow a few generic instructions: repeat a sentence or
-a list of random words, go on with a sentence, put given words behind a beginning, in the order in which they are given. It
+a list of random words, go on with a sentence, freely or with one of three words, put given words behind a beginning in the
+order in which they are given. It
 never sees words that must be re-ordered: that is what fine-tuning teaches. Its sentences come from another space of seeds
 than those of the demo.
 
@@ -59,8 +60,8 @@ class Settings:
     """All that decides the weights, apart from the generator and the versions of the libraries."""
 
     seed: int = 0
-    steps: int = 3000
-    first_steps: int = 1000  # with short rows, mostly copying
+    steps: int = 8000
+    first_steps: int = 1200  # with short rows, mostly copying
     first_length: int = 128
     batch: int = 8
     length: int = 256
@@ -145,12 +146,34 @@ def continue_sentence(rng: random.Random) -> Document:
     return Document(" ".join(words[cut:]), f"Continue the sentence '{' '.join(words[:cut])}'.")
 
 
+def choose_word(rng: random.Random) -> Document:
+    """Which of three words goes on with a sentence? The other two are random ones."""
+    words = sentence(rng).split()
+    cut = rng.randint(1, len(words) - 1)
+    start, choices = " ".join(words[:cut]), [words[cut], *random_words(rng, 2)]
+    rng.shuffle(choices)
+    return Document(
+        f"<sentence>{start} {words[cut]}</sentence>",
+        f"Continue the sentence '{start}' with one of the words '{' '.join(choices)}'. {IN_XML}",
+    )
+
+
 def random_words(rng: random.Random, n: int) -> list[str]:
-    """Words in no order, sometimes as the ends of sentences have them."""
-    return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(WORDS, k=n)]
+    """Words in no order, with commas and full stops here and there; in every other list from a few words, so that the
+    place of a word, not the word before it, tells what comes next."""
+    pool = rng.choices(WORDS, k=1 + n // 2) if rng.random() < 0.5 else WORDS
+    return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(pool, k=n)]
 
 
-MIX = {plain: 6, repeat_sentence: 2, repeat_words: 4, complete_sentence: 5, complete_words: 3, continue_sentence: 1}
+MIX = {
+    plain: 5,
+    repeat_sentence: 2,
+    repeat_words: 4,
+    complete_sentence: 4,
+    complete_words: 3,
+    continue_sentence: 1,
+    choose_word: 4,
+}
 # At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
 FIRST_MIX = {plain: 3, repeat_words: 8, complete_sentence: 1, complete_words: 1}
 

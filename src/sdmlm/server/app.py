@@ -20,11 +20,11 @@ from sdmlm.server.answers import Form, evidence
 from sdmlm.server.errors import ApiError, busy, too_slow
 from sdmlm.server.fields import Body, read_json
 from sdmlm.server.gateway import Gateway
-from sdmlm.server.http import LEFT, ErrorAnswer, Front, JSONAnswer, StreamAnswer, read_body, unless_left
 from sdmlm.server.metrics import Metrics
 from sdmlm.server.model import Model, OnText
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.streaming import AnswerStream
+from sdmlm.server.web import LEFT, ErrorAnswer, Front, JSONAnswer, StreamAnswer, read_body, unless_left
 from sdmlm.server.work import Judged
 
 PAGE = Path(__file__).parent / "page"

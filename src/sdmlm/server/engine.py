@@ -39,7 +39,7 @@ class Job:
         self.heard = False  # part of the result has been given out already
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.future.add_done_callback(_heard)
+        self.future.add_done_callback(hear)
 
     def leave(self) -> None:
         """Nobody waits any more; does nothing where the result is there."""
@@ -66,9 +66,9 @@ class Job:
             self.future.set_result(result)
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
-    """An exception that nobody awaits any more (another row of the request failed first) is no matter for the log."""
-    if not future.cancelled():
+def hear(future: asyncio.Future[Any]) -> None:
+    """An exception that nobody awaits any more (its client has left, another row failed first) is not for the log."""
+    if future.done() and not future.cancelled():
         future.exception()
 
 
@@ -166,4 +166,4 @@ class Engine:
 def report(error: Exception) -> None:
     """Where it happened, to the log; not the message, which may quote a request."""
     frames = "".join(traceback.format_tb(error.__traceback__))
-    log.error("%s while the model was at work:\n%s", type(error).__name__, frames)
+    log.error("%s while a request was answered:\n%s", type(error).__name__, frames)

@@ -12,6 +12,7 @@ from typing import Any
 
 from sdmlm.encoding import VerificationTags
 from sdmlm.search import NOT_CALIBRATED, SearchPolicy
+from sdmlm.server.engine import hear
 from sdmlm.server.errors import ApiError
 from sdmlm.server.model import Model, OnText
 from sdmlm.server.protocol import Ask, Document, Prompt
@@ -48,6 +49,7 @@ class Gateway:
         finally:
             for task in tasks:
                 task.cancel()
+                task.add_done_callback(hear)
 
     async def _row(self, ask: Ask, n: int, prompt: Prompt, on_text: OnText | None) -> Judged:
         if ask.sdm.on_reject != "search":

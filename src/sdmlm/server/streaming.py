@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from sdmlm.server.answers import Form
-from sdmlm.server.errors import ApiError
+from sdmlm.server.engine import hear, report
+from sdmlm.server.errors import ApiError, internal
 from sdmlm.server.work import Judged
 
 OnText = Callable[[int, str], None]
@@ -24,8 +25,9 @@ class AnswerStream:
     def __init__(self, form: Form, generate: Callable[[OnText | None], Awaitable[list[Judged]]]) -> None:
         self._form = form
         self._pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
-        hear = None if form.ask.buffered else lambda n, text: self._pieces.put_nowait((n, text))
-        self._answers: asyncio.Future[list[Judged]] = asyncio.ensure_future(generate(hear))
+        on_text = None if form.ask.buffered else lambda n, text: self._pieces.put_nowait((n, text))
+        self._answers: asyncio.Future[list[Judged]] = asyncio.ensure_future(generate(on_text))
+        self._answers.add_done_callback(hear)
         self._answers.add_done_callback(lambda _: self._pieces.put_nowait(None))
         self._next: tuple[int, str] | None = None
 
@@ -57,6 +59,9 @@ class AnswerStream:
                 yield _event(form.used(judged))
         except ApiError as error:  # the status has long been sent
             yield _event(error.body())
+        except Exception as error:
+            report(error)
+            yield _event(internal().body())
         finally:
             self.close()
         yield b"data: [DONE]\n\n"

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sdmlm.server.engine import report
+from sdmlm.server.engine import hear, report
 from sdmlm.server.errors import ApiError, internal
 from sdmlm.server.metrics import Metrics
 from sdmlm.server.settings import ServerSettings
@@ -130,6 +130,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for each in (task, gone):
             each.cancel()
         await asyncio.wait({task, gone})
+        hear(task)
 
 
 async def _gone(request: Request) -> None:
@@ -172,9 +173,8 @@ class Front:
             pass
         except Exception as error:
             report(error)
-            if status != LEFT:  # something has been sent: all that can be done is to break off
-                raise
-            await ErrorAnswer(internal())(scope, receiving, sending)
+            if status == LEFT:  # otherwise something has been sent, and all that can be done is to break off
+                await ErrorAnswer(internal())(scope, receiving, sending)
         finally:
             self._metrics.request(route_of(scope["path"]), status, time.perf_counter() - start)
 
