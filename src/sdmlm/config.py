@@ -77,6 +77,8 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not self.fp16
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # torch would warn at every epoch that there is nothing to pin for
         super().__post_init__()
         if self.loss not in ("sdm", "ce"):
             raise ValueError(f'loss is {self.loss!r} but must be "sdm" or "ce".')

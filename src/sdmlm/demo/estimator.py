@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +23,7 @@ from sklearn.model_selection import train_test_split
 from sdmlm.commands import common
 from sdmlm.commands.compare import output_files, write_tables
 from sdmlm.comparison import Comparison, compare
+from sdmlm.demo.one_thread import one_thread
 from sdmlm.embedding_files import Embeddings
 from sdmlm.estimator import SDMEstimator
 from sdmlm.explain import Explanation
@@ -60,7 +58,7 @@ def run_demo(folder: str, fast: bool, out: Console) -> Comparison:
     fit, tests = digits()
     m = len(next(iter(tests.values())))
     out.print(INTRO.format(n=len(fit), m=m, alpha=ALPHA), style="italic")
-    with _one_thread():
+    with one_thread():
         found = compare(fit, tests, ALPHA, "digits", 1000, SEED, True, **(FAST if fast else FULL))
     out.print(found.table.rich())
     out.print(READING, style="italic")
@@ -82,18 +80,6 @@ def run_demo(folder: str, fast: bool, out: Console) -> Comparison:
     out.print(f"  sdmlm score {saved} {Path(folder) / 'shifted.npz'}", markup=False, soft_wrap=True)
     out.print(f"  sdmlm explain {saved} {Path(folder) / 'rotated.npz'} --rows 0-2", markup=False, soft_wrap=True)
     return found
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices as small as these are multiplied fastest by one thread: several wait for each other, far longer on a busy
-    machine. It also makes the numbers the same whatever the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def digits() -> tuple[Embeddings, dict[str, Embeddings]]:

@@ -17,17 +17,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sdmlm.artifacts import write_text_atomically
+from sdmlm.demo.one_thread import one_thread
 from sdmlm.demo.sentences import sentences
 from sdmlm.lm import SDMLanguageModel
 from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, write_evaluation
@@ -88,7 +87,7 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
     runs, examples = [], []
     for setting, label in LABELS.items():
         lm = SDMLanguageModel.from_pretrained(home / setting)
-        with _one_thread():
+        with one_thread():
             evaluations = {name: _evaluate(lm, home, setting, name, splits[name]) for name in ("test", "shifted")}
             if setting == "sdm_hn":
                 examples = pick_examples(lm, evaluations, splits)
@@ -126,17 +125,6 @@ def _ready(home: Path) -> Path:
         shutil.rmtree(home / name, ignore_errors=True)
     write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
     return home
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """So that the numbers do not depend on the number of cores; for a model this small it is hardly slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 # Fine-tuning
