@@ -22,6 +22,7 @@ ALPHA_GRID: tuple[float, ...] = (*(round(0.51 + 0.01 * i, 2) for i in range(49))
 
 # How much a distance may differ with the batch that h' was computed in, as a share of |h'|: some units of float32.
 _FLOAT_NOISE = 2e-6
+_MOST_REGIONS = 256  # remembered: a server is asked for any alpha
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class SDMLayer:
     def region(self, alpha: float) -> HighReliabilityRegion:
         """Algorithm 1 at alpha, remembered until the support changes."""
         if alpha not in self._regions:
+            if len(self._regions) >= _MOST_REGIONS:
+                self._regions.clear()
             ca = self.calibration
             self._regions[alpha] = find_region(ca.q_prime, ca.p, ca.labels, alpha)
         return self._regions[alpha]

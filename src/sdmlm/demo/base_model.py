@@ -3,10 +3,9 @@
     python -m sdmlm.demo.base_model --output DIR
 
 It learns English of `sdmlm.demo.sentences`, to copy sharply, and to follow a few generic instructions: repeat a sentence or
-a list of random words, go on with a sentence, freely or with one of three words, put given words behind a beginning in the
-order in which they are given. It
-never sees words that must be re-ordered: that is what fine-tuning teaches. Its sentences come from another space of seeds
-than those of the demo.
+a list of random words, go on with a sentence, put given words behind a beginning in the order in which they are given, say
+whether a sentence is good and whether an answer was right. It never sees words that must be re-ordered, nor a sentence whose
+words have changed places: that is what fine-tuning teaches. Its sentences come from another space of seeds than the demo's.
 
 All chance comes from (seed, step), so the same seed and steps give the same data; a run that was cut off goes on from its
 last checkpoint. `training.json` beside the model holds the settings, the machine and the loss by step.
@@ -23,7 +22,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 WORDS = tuple(sorted(LEXICON))
+YES_OR_NO = "Reply with Yes or No."
 IN_XML = "Only reply with the sentence in the XML <sentence> </sentence>."
 # Wording of instructions to come, so that the tokenizer spells it in few tokens. The model is not trained on it.
 WORDING = (
@@ -60,7 +60,7 @@ class Settings:
     """All that decides the weights, apart from the generator and the versions of the libraries."""
 
     seed: int = 0
-    steps: int = 8000
+    steps: int = 7000
     first_steps: int = 1200  # with short rows, mostly copying
     first_length: int = 128
     batch: int = 8
@@ -78,11 +78,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Document:
-    """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen."""
+    """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen.
+
+    `right`: a second turn asks whether the answer was right, and is told so. The loss does not count a wrong answer.
+    """
 
     answer: str
     prompt: str | None = None
     count_prompt: bool = True
+    right: bool | None = None
 
 
 # What the model reads
@@ -158,6 +162,39 @@ def choose_word(rng: random.Random) -> Document:
     )
 
 
+def judge_sentence(rng: random.Random) -> Document:
+    text = sentence(rng)
+    good = rng.random() < 0.5
+    asked = text if good else " ".join(spoilt(text.split(), rng))
+    return Document("Yes" if good else "No", f"Is '{asked}' a good sentence? {YES_OR_NO}", good)
+
+
+def spoilt(words: list[str], rng: random.Random) -> list[str]:
+    """One word replaced, left out, doubled or put in, near the end as often as anywhere. None changes places."""
+    at = rng.randrange(max(0, len(words) - 4), len(words)) if rng.random() < 0.5 else rng.randrange(len(words))
+    stop = words[-1][len(words[-1].rstrip(".")) :]
+    bare = [*words[:-1], words[-1].removesuffix(stop)]
+    kind = rng.random() if len(words) > 1 else 0.0
+    other = rng.choice(WORDS if rng.random() < 0.5 else words[:-1] or WORDS)
+    if kind < 0.6:
+        bare[at] = other if other != bare[at] else rng.choice([word for word in WORDS if word != other])
+    elif kind < 0.8:
+        del bare[at]
+    else:
+        bare.insert(at, bare[at] if kind < 0.9 else other)
+    bare[-1] += stop
+    return bare
+
+
+def checked(d: Document, rng: random.Random) -> Document:
+    """The same with the question whether the answer was right; in half of the cases it is spoilt first."""
+    if rng.random() < 0.5:
+        return replace(d, right=True)
+    tags = [tag for tag in ("<sentence>", "</sentence>") if tag in d.answer]
+    body = " ".join(spoilt(d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split(), rng))
+    return replace(d, answer=body.join(tags) if tags else body, right=False)
+
+
 def random_words(rng: random.Random, n: int) -> list[str]:
     """Words in no order, with commas and full stops here and there; in every other list from a few words, so that the
     place of a word, not the word before it, tells what comes next."""
@@ -166,14 +203,16 @@ def random_words(rng: random.Random, n: int) -> list[str]:
 
 
 MIX = {
-    plain: 5,
-    repeat_sentence: 2,
+    plain: 4,
+    repeat_sentence: 3,
     repeat_words: 4,
-    complete_sentence: 4,
+    complete_sentence: 5,
     complete_words: 3,
     continue_sentence: 1,
-    choose_word: 4,
+    choose_word: 3,
+    judge_sentence: 5,
 }
+CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words)
 # At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
 FIRST_MIX = {plain: 3, repeat_words: 8, complete_sentence: 1, complete_words: 1}
 
@@ -181,7 +220,8 @@ FIRST_MIX = {plain: 3, repeat_words: 8, complete_sentence: 1, complete_words: 1}
 def document(rng: random.Random, first: bool = False) -> Document:
     mix = FIRST_MIX if first else MIX
     (make,) = rng.choices(list(mix), list(mix.values()))
-    return make(rng)
+    found = make(rng)
+    return checked(found, rng) if make in CHECKED and not first and rng.random() < 0.5 else found
 
 
 def _rng(settings: Settings, what: object) -> random.Random:
@@ -229,7 +269,10 @@ def pieces(d: Document) -> Iterator[tuple[str, bool]]:
     """The text of a document as (piece, counts in the loss)."""
     if d.prompt is not None:
         yield f"{USER}{d.prompt}{END}{ASSISTANT}", d.count_prompt
-    yield f"{d.answer}{END}", True
+    yield f"{d.answer}{END}", d.right is not False
+    if d.right is not None:
+        yield f"{USER}Was this right? {YES_OR_NO}{END}{ASSISTANT}", False
+        yield f"{'Yes' if d.right else 'No'}{END}", True
 
 
 def batch_of(tokenizer: Any, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
