@@ -579,7 +579,8 @@ def test_keyboard_alone(visit: Visit, served: Served) -> None:
     page.keyboard.type("=")
     press("Enter")
     expect(page.locator("#verdict strong")).to_have_text("Verified")
-    for name in ("Ask", "Follows the prompt", "Does not"):
+    examples = page.locator("#examples-list button").all_inner_texts()
+    for name in ("Ask", *examples, "Follows the prompt", "Does not"):
         press("Tab")
         expect(page.locator(":focus")).to_have_text(name)
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"

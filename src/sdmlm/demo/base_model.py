@@ -46,6 +46,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 WORDS = tuple(sorted(LEXICON))
+MARK = "*"
+VERDICT = 5.0  # weight of a Yes or No in the loss: there is one in a whole document
 YES_OR_NO = "Reply with Yes or No."
 IN_XML = "Only reply with the sentence in the XML <sentence> </sentence>."
 # Wording of instructions to come, so that the tokenizer spells it in few tokens. The model is not trained on it.
@@ -81,12 +83,14 @@ class Document:
     """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen.
 
     `right`: a second turn asks whether the answer was right, and is told so. The loss does not count a wrong answer.
+    `wrong`: these words of the answer are wrong; a mark stands behind each. The loss counts the mark, not the word.
     """
 
     answer: str
     prompt: str | None = None
     count_prompt: bool = True
     right: bool | None = None
+    wrong: frozenset[int] = frozenset()
 
 
 # What the model reads
@@ -162,28 +166,34 @@ def choose_word(rng: random.Random) -> Document:
     )
 
 
+def mark_wrong(rng: random.Random) -> Document:
+    """A mark behind every wrong word: a judgement at each word, the densest signal there is."""
+    words = sentence(rng).split()
+    wrong = [False] * len(words)
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        bad, at = spoilt(words, rng)
+        wrong[at : at + (len(bad) == len(words))] = [True]
+        words = bad
+    return Document(" ".join(words), "Mark the wrong words.", wrong=frozenset(i for i, w in enumerate(wrong) if w))
+
+
 def judge_sentence(rng: random.Random) -> Document:
     text = sentence(rng)
     good = rng.random() < 0.5
-    asked = text if good else " ".join(spoilt(text.split(), rng))
+    asked = text if good else " ".join(spoilt(text.split(), rng)[0])
     return Document("Yes" if good else "No", f"Is '{asked}' a good sentence? {YES_OR_NO}", good)
 
 
-def spoilt(words: list[str], rng: random.Random) -> list[str]:
-    """One word replaced, left out, doubled or put in, near the end as often as anywhere. None changes places."""
+def spoilt(words: list[str], rng: random.Random) -> tuple[list[str], int]:
+    """One word replaced, put in or doubled, near the end as often as anywhere, and where. None changes places."""
     at = rng.randrange(max(0, len(words) - 4), len(words)) if rng.random() < 0.5 else rng.randrange(len(words))
-    stop = words[-1][len(words[-1].rstrip(".")) :]
-    bare = [*words[:-1], words[-1].removesuffix(stop)]
-    kind = rng.random() if len(words) > 1 else 0.0
-    other = rng.choice(WORDS if rng.random() < 0.5 else words[:-1] or WORDS)
-    if kind < 0.6:
-        bare[at] = other if other != bare[at] else rng.choice([word for word in WORDS if word != other])
-    elif kind < 0.8:
-        del bare[at]
-    else:
-        bare.insert(at, bare[at] if kind < 0.9 else other)
-    bare[-1] += stop
-    return bare
+    bare, tail = words[at].rstrip(".,"), words[at][len(words[at].rstrip(".,")) :]
+    other = rng.choice(WORDS if rng.random() < 0.5 else words).rstrip(".,")
+    if rng.random() < 0.6:
+        if other == bare:
+            other = rng.choice([word for word in WORDS if word != bare])
+        return [*words[:at], other + tail, *words[at + 1 :]], at
+    return [*words[:at], other, *words[at:]], at
 
 
 def checked(d: Document, rng: random.Random) -> Document:
@@ -191,7 +201,7 @@ def checked(d: Document, rng: random.Random) -> Document:
     if rng.random() < 0.5:
         return replace(d, right=True)
     tags = [tag for tag in ("<sentence>", "</sentence>") if tag in d.answer]
-    body = " ".join(spoilt(d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split(), rng))
+    body = " ".join(spoilt(d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split(), rng)[0])
     return replace(d, answer=body.join(tags) if tags else body, right=False)
 
 
@@ -210,6 +220,7 @@ MIX = {
     complete_words: 3,
     continue_sentence: 1,
     choose_word: 3,
+    mark_wrong: 6,
     judge_sentence: 5,
 }
 CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words)
@@ -265,29 +276,46 @@ def train_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
 # Training
 
 
-def pieces(d: Document) -> Iterator[tuple[str, bool]]:
-    """The text of a document as (piece, counts in the loss)."""
+def pieces(d: Document) -> Iterator[tuple[str, float]]:
+    """The text of a document as (piece, its weight in the loss)."""
     if d.prompt is not None:
-        yield f"{USER}{d.prompt}{END}{ASSISTANT}", d.count_prompt
-    yield f"{d.answer}{END}", d.right is not False
+        yield f"{USER}{d.prompt}{END}{ASSISTANT}", float(d.count_prompt)
+    done = 0
+    words = d.answer.split(" ")
+    for at in sorted(d.wrong):  # each word brings the space before it along
+        yield "".join(" " * (i > 0) + words[i] for i in range(done, at)), 1.0
+        yield " " * (at > 0) + words[at], 0.0
+        yield MARK, 1.0
+        done = at + 1
+    rest = "".join(" " * (i > 0) + words[i] for i in range(done, len(words)))
+    verdict = d.answer in ("Yes", "No")
+    yield f"{rest}{END}", VERDICT if verdict else float(d.right is not False)
     if d.right is not None:
-        yield f"{USER}Was this right? {YES_OR_NO}{END}{ASSISTANT}", False
-        yield f"{'Yes' if d.right else 'No'}{END}", True
+        yield f"{USER}Was this right? {YES_OR_NO}{END}{ASSISTANT}", 0.0
+        yield f"{'Yes' if d.right else 'No'}{END}", VERDICT
 
 
 def batch_of(tokenizer: Any, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
-    """(ids, labels) of a step: fresh documents, one behind the other, cut into rows of a fixed length."""
+    """(ids, weights in the loss) of a step: fresh documents, one behind the other, cut into rows of a fixed length."""
     first = step < settings.first_steps
     rng, shape = _rng(settings, step), (settings.batch, settings.first_length if first else settings.length)
     room = shape[0] * shape[1]
     ids: list[int] = []
-    labels: list[int] = []
+    weights: list[float] = []
     while len(ids) < room:
-        for text, counts in pieces(document(rng, first)):
+        for text, weight in pieces(document(rng, first)):
             found = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += found
-            labels += found if counts else [-100] * len(found)
-    return torch.tensor(ids[:room]).view(shape), torch.tensor(labels[:room]).view(shape)
+            weights += [weight] * len(found)
+    return torch.tensor(ids[:room]).view(shape), torch.tensor(weights[:room]).view(shape)
+
+
+def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean of the next-token losses."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    counted = weights[:, 1:].flatten()
+    return (losses * counted).sum() / counted.sum()
 
 
 def new_model(settings: Settings, tokenizer: Any) -> LlamaForCausalLM:
@@ -338,10 +366,10 @@ def train(output: Path, settings: Settings, save_every: int = 250, progress: boo
         task = bar.add_task("Training the base model", total=settings.steps, completed=len(losses))
         while len(losses) < settings.steps:
             start = time.perf_counter()
-            ids, labels = batch_of(tokenizer, settings, len(losses))
+            ids, weights = batch_of(tokenizer, settings, len(losses))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, len(losses))
-            loss = model(input_ids=ids, labels=labels).loss
+            loss = loss_of(model, ids, weights)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
