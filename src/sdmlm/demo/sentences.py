@@ -106,10 +106,6 @@ def _plural(noun: str) -> str:
     return PLURALS.get(noun, noun + "s")
 
 
-def _sounds_like_vowel(word: str) -> bool:
-    return word == "honest" or (word[0] in "aeiou" and word != "useful")
-
-
 def _third(verb: tuple[str, str, str], tense: str, plural: bool) -> str:
     return verb[2] if tense == "past" else verb[0] if plural else verb[1]
 
@@ -173,7 +169,7 @@ class _Writer:
             return ["the", *adjectives, _plural(noun)], True
         if kind < 0.55:
             first = (adjectives or [noun])[0]
-            return ["an" if _sounds_like_vowel(first) else "a", *adjectives, noun], False
+            return ["an" if first[0] in "aeiou" and first != "useful" else "a", *adjectives, noun], False
         if kind < 0.65:
             return [self.rng.choice(POSSESSIVES), *adjectives, noun], False
         return ["the", *adjectives, noun], False
