@@ -61,6 +61,6 @@ class PhaseProgress(TrainerCallback):  # type: ignore[misc]
             yield
             return
         before = self._progress.tasks[self._task].description
-        self._progress.update(self._task, description=description)
+        self._progress.update(self._task, description=description, refresh=True)  # also where it is over in no time
         yield
         self._progress.update(self._task, description=before)
