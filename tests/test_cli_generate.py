@@ -15,6 +15,8 @@ from tiny_sdm_lm import calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
+from sdmlm.commands.calibrate_search import summary
+from sdmlm.commands.common import to_json
 from sdmlm.search import SearchPolicy, calibrate_search
 
 PROMPTS = [row["prompt"] for row in marked_rows(30, 5)]
@@ -107,11 +109,23 @@ def test_search(folder: Path, here: Path, capsys: pytest.CaptureFixture[str], mo
     assert not any(row["calibrated"] for row in lines(out))
     assert {row["tries"] for row in lines(out)} == {1, 3}
     assert err == "sdmlm: this search is not calibrated for this model, so answers may be accepted too easily.\n"
-    calibrate_search(SDMLanguageModel.from_pretrained("model"), calibration_rows(), SearchPolicy(budget=2))
+    (here / "ca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calibration_rows()))
+    calibrate = ["calibrate-search", "model", "--data", "ca.jsonl", "--search", "resample", "--budget", "2"]
+    assert main([*calibrate, "--json"]) == 0
+    facts = strict_json(capsys.readouterr().out)
+    opened = SDMLanguageModel.from_pretrained("model")
+    expected = calibrate_search(opened, calibration_rows(), SearchPolicy(budget=2), save=False)
+    assert facts == strict_json(to_json({"model": "model", **summary(expected)}))
+    assert main(calibrate) == 0
+    out, err = capsys.readouterr()
+    assert "tries a prompt" in unwrapped(out)
+    assert "no final answer lies in the region" in unwrapped(err)
     assert main(asked) == 0
     out, err = capsys.readouterr()
     assert all(row["calibrated"] for row in lines(out))
     assert err == ""
+    (here / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calibration_rows()[:9]))
+    assert "rows and 9 are given" in fails(capsys, *calibrate[:3], "short.jsonl", *calibrate[4:])
 
 
 def test_verify(

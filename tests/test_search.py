@@ -15,6 +15,7 @@ import slow
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
+from sdmlm.commands.calibrate_search import summary
 from sdmlm.search import AGAIN, KINDS, SearchCalibration, SearchPolicy, calibrate_search, reprompted
 from sdmlm.verification import Verification
 
@@ -109,7 +110,7 @@ def test_the_budget_bounds_the_tries_and_no_verified_answer_is_tried_again(
 ) -> None:
     written: list[list[Any]] = []
     plain = lm.write
-    monkeypatch.setattr(lm, "write", lambda prompts, *rest: written.append(list(prompts)) or plain(prompts, *rest))
+    monkeypatch.setattr(lm, "write", lambda asked, *a, **k: written.append(list(asked)) or plain(asked, *a, **k))
     policy = SearchPolicy("resample", budget=3, temperature=0.5)
     found = lm.generate(PROMPTS, temperature=1.8, search=policy)
     first = lm.generate(PROMPTS, temperature=1.8)
@@ -220,6 +221,13 @@ def forged(lm: SDMLanguageModel, policy: SearchPolicy, alpha: float = 0.8) -> Se
         p=((0.9, 0.1), (0.1, 0.9), (0.2, 0.8), (0.7, 0.3)),
         tries=(1, 1, 1, 1),
     )
+
+
+def test_the_summary_of_a_calibration(lm: SDMLanguageModel) -> None:
+    facts = summary(dataclasses.replace(forged(lm, HOT), tries=(1, 1, 2, 3)))
+    assert facts["policy"] == dataclasses.asdict(HOT)
+    assert (facts["prompts"], facts["right"], facts["accepted"], facts["verified"]) == (4, 2, 2, 1)
+    assert (facts["tries"], facts["q_min"], facts["psi"]) == (1.75, 30.0, [0.9, 0.9])
 
 
 def test_a_calibrated_search_is_decided_by_its_own_region(lm: SDMLanguageModel) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from sdmlm import __version__
 from sdmlm.commands import (
     calibrate,
+    calibrate_search,
     certify,
     chat,
     compare,
@@ -37,6 +38,7 @@ examples:
   sdmlm data word-ordering --sentences F --output DIR        rows for a task
   sdmlm train --model M --data rows.jsonl --output runs/lm   fine-tune a language model
   sdmlm calibrate runs/lm --data rows.jsonl         give a language model an SDM layer
+  sdmlm calibrate-search runs/lm --data rows.jsonl --search resample   further tries, calibrated
   sdmlm replicate recipes/demo --output runs/replica         the paper's experiments and tables
   sdmlm generate runs/lm --prompts prompts.txt      answers with verdicts
   sdmlm verify runs/lm --data answers.jsonl         verdicts on anybody's answers
@@ -66,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         data,
         train,
         calibrate,
+        calibrate_search,
         generate,
         verify,
         chat,

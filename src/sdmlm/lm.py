@@ -11,6 +11,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,8 @@ class SDMLanguageModel:
             found = run_search(self, asked, lengths, search, sampling, seed, alpha, neighbors, progress).verifications
         else:
             seeds = [[seed, n] for n in range(len(asked))]
-            answers = self.write(asked, lengths, sampling, seeds, on_text, progress)
+            hears = {n: partial(on_text, n) for n in range(len(asked))} if on_text is not None else {}
+            answers = self.write(asked, lengths, sampling, seeds, hears, progress=progress)
             found = self.judge(answers, alpha, neighbors, progress)
         return found[0] if single else found
 
@@ -163,17 +165,20 @@ class SDMLanguageModel:
         lengths: Sequence[int],
         sampling: Sampling,
         seeds: Sequence[Sequence[int]],
-        on_text: Callable[[int, str], bool | None] | None = None,
+        hears: Mapping[int, Callable[[str], bool | None]] | None = None,
+        going: Callable[[int], bool] | None = None,
         progress: bool = True,
         contexts: Sequence[Prompt] | None = None,
         begun: Sequence[str] | None = None,
     ) -> list[Answer]:
         """Answers of the LM, not judged yet. `lengths` are those of the prompts in tokens, from `check_prompts`.
 
+        `hears` holds, for the prompts whose answer is wanted piece by piece, what hears the pieces and ends the answer by
+        returning False. `going(number of the prompt)` is asked after every token, and ends the answer by saying False.
         `contexts` are put to the LM in place of the prompts, and `begun` is what its turn begins with (both for search);
         a document is then not what the LM has read, so h is left to `judge`.
         """
-        own = contexts is None and begun is None
+        own, hears = contexts is None and begun is None, hears or {}
         answers: dict[int, Answer] = {}
         texts = [AnswerText(self.encoder, sampling.stop) for _ in prompts]
 
@@ -182,10 +187,11 @@ class SDMLanguageModel:
             return answers[n].ids
 
         def ends(n: int, ids: list[int]) -> bool:
-            if texts[n].stopped(ids):
+            if (going is not None and not going(n)) or texts[n].stopped(ids):
                 return True
-            piece = texts[n].piece(ids) if on_text is not None else ""
-            return bool(piece) and on_text is not None and on_text(n, piece) is False
+            hear = hears.get(n)
+            piece = texts[n].piece(ids) if hear is not None else ""  # decoding costs: only where somebody listens
+            return bool(piece) and hear is not None and hear(piece) is False
 
         reader = GenerationReader(self.encoder.open_ids, finish) if own else None
         generated = generate(
@@ -199,7 +205,7 @@ class SDMLanguageModel:
             progress,
             top_p=sampling.top_p,
             begun=begun,
-            ends=ends if sampling.stop or on_text is not None else None,
+            ends=ends if sampling.stop or hears or going is not None else None,
             reader=reader,
         )
         for n, ids in enumerate(generated):
@@ -207,8 +213,8 @@ class SDMLanguageModel:
                 finish(n, ids)
             if reader is not None:
                 answers[n].h = reader.h.get(n)
-            if on_text is not None and (piece := texts[n].last(answers[n].text)):
-                on_text(n, piece)
+            if n in hears and (piece := texts[n].last(answers[n].text)):
+                hears[n](piece)
         return [answers[n] for n in range(len(prompts))]
 
     def judge(

@@ -189,7 +189,7 @@ def run_search(
         if not still:
             break
         asked, counts = [prompts[n] for n in still], [lengths[n] for n in still]
-        answers = lm.write(asked, counts, how, seeds, None, progress, contexts, start)
+        answers = lm.write(asked, counts, how, seeds, progress=progress, contexts=contexts, begun=start)
         scores = lm.score(lm.summaries(answers, progress), alpha)
         done = scores.accepted & (scores.prediction == 1)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):

@@ -47,7 +47,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
 
 
-def add_writing(parser: argparse.ArgumentParser) -> None:
+def add_writing(parser: argparse.ArgumentParser, search_required: bool = False) -> None:
     """How the LM writes."""
     group = parser.add_argument_group("writing")
     group.add_argument(
@@ -58,7 +58,10 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; may be given again")
     group.add_argument(
-        "--search", choices=("resample", "reprompt", "continue"), help="further tries where an answer is not verified"
+        "--search",
+        choices=("resample", "reprompt", "continue"),
+        required=search_required,
+        help="further tries where an answer is not verified",
     )
     group.add_argument("--budget", type=int, default=4, metavar="N", help="further tries a prompt, with --search (4)")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sdmlm.forward import inner_lm
@@ -153,15 +154,21 @@ class Worker:
     def _write(self, jobs: list[Job], lengths: list[int]) -> list[Judged | None]:
         tasks: list[Write] = [job.task for job in jobs]
 
-        def on_text(n: int, piece: str) -> bool:
-            hear = tasks[n].on_text
-            if hear is not None and not jobs[n].left:
-                jobs[n].heard = True
-                jobs[n].call(hear, piece)
-            return not jobs[n].left  # a row that nobody waits for ends here
+        def hear(job: Job, piece: str) -> None:
+            job.heard = True
+            job.call(job.task.on_text, piece)
 
         prompts, seeds = [task.prompt for task in tasks], [task.seeds for task in tasks]
-        answers = self.lm.write(prompts, lengths, tasks[0].sampling, seeds, on_text, progress=False)
+        hears = {n: partial(hear, job) for n, job in enumerate(jobs) if job.task.on_text is not None}
+        answers = self.lm.write(
+            prompts,
+            lengths,
+            tasks[0].sampling,
+            seeds,
+            hears,
+            lambda n: not jobs[n].left,  # a row that nobody waits for ends
+            progress=False,
+        )
         found: list[Judged | None] = [None] * len(jobs)
         groups: dict[tuple[float, int], list[int]] = {}
         for n, task in enumerate(tasks):
