@@ -93,7 +93,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     def _check_estimator(self) -> None:
         """Refuse now what the SDM layer would refuse later: with `loss="ce"` the first one comes after training."""
         try:
-            SDMEstimator(**self.estimator_parameters())._check_parameters()
+            SDMEstimator(**self.estimator_parameters()).check_parameters()
         except ValueError as error:  # it begins with the estimator's name of a setting, which may have a prefix here
             own = f"sdm_{str(error).split()[0]}"
             raise ValueError(f"{'sdm_' if hasattr(self, own) else ''}{error}") from None

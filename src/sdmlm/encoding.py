@@ -161,7 +161,7 @@ class Encoder:
         lead, ids = before.removeprefix(begun), self.continuation(after.rstrip() if found else "")
         return lead if lead.isspace() else "", ids if self._atomic.intersection(ids) else ids + eos
 
-    def _prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
+    def prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
         if not self.tokenizer.chat_template:
             text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
             ids = self._plain(text)
@@ -193,7 +193,7 @@ class Encoder:
         body = self.tags.strip_suffix(completion_text(completion))
         lead = "" if body.startswith(self._lead) else self._lead
         body_ids = self.continuation(lead + body + self.tags.separator)
-        prompt_ids = self._prompt_ids(prompt, row)
+        prompt_ids = self.prompt_ids(prompt, row)
         return self._fitted(prompt_ids, len(body_ids) + self.suffix_length, row), body_ids
 
     def encode(self, prompt: str | Messages, completion: str | Messages, verified: bool, row: object = None) -> Encoded:
@@ -216,7 +216,7 @@ class Encoder:
 
     def encode_prompt(self, prompt: str | Messages, room: int = 1, row: object = None) -> list[int]:
         """The prompt to generate from, leaving at least `room` tokens before the suffix (where there is a bound)."""
-        return self._fitted(self._prompt_ids(prompt, row), room + self.suffix_length, row)
+        return self._fitted(self.prompt_ids(prompt, row), room + self.suffix_length, row)
 
     def ends(self, generated: Sequence[int]) -> bool:
         """Whether the newest of the generated ids ends the generation: end of turn, or closing tag complete."""

@@ -118,8 +118,8 @@ class SDMEstimator:
         counted on); `documents` maps ids to texts and `class_names` names the classes, both for `explain`. `on_epoch`
         hears of every epoch.
         """
-        self._check_parameters()
-        x, labels = self._matrix(X, "X"), label_tensor(y, "y")
+        self.check_parameters()
+        x, labels = self.matrix(X, "X"), label_tensor(y, "y")
         check_lengths("X", len(x), "y", len(labels))
         n_classes = count_classes(labels)
         names = checked_ids(ids, len(x), "ids")
@@ -127,7 +127,7 @@ class SDMEstimator:
         if calibration is not None:
             if len(calibration) not in (2, 3):
                 raise ValueError("calibration must be (Xc, yc) or (Xc, yc, idsc).")
-            x_ca, y_ca = self._matrix(calibration[0], "calibration X"), label_tensor(calibration[1], "calibration y")
+            x_ca, y_ca = self.matrix(calibration[0], "calibration X"), label_tensor(calibration[1], "calibration y")
             check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
             if x_ca.shape[1] != x.shape[1]:
                 raise ValueError(
@@ -223,7 +223,7 @@ class SDMEstimator:
         A label outside the classes marks a known out-of-distribution region: such a point can only end a run of q.
         """
         self._check_fitted()
-        x, labels = self._matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
+        x, labels = self.matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
         check_lengths("X", len(x), "y", len(labels))
         if ids is None:
             known = len(self.layers_[0].support_ids)
@@ -247,7 +247,7 @@ class SDMEstimator:
         the calibration split.
         """
         self._check_fitted()
-        x = self._matrix(X, "X", self.n_features_in_, allow_empty=True)
+        x = self.matrix(X, "X", self.n_features_in_, allow_empty=True)
         own = None if exclude is None else label_tensor(exclude, "exclude")
         if own is not None:
             self._check_single("score with exclude")  # every round has a support of its own
@@ -283,7 +283,7 @@ class SDMEstimator:
         self._check_fitted()
         if k < 1:
             raise ValueError(f"k is {k} but must be at least 1.")
-        x = self._matrix(X, "X", self.n_features_in_)
+        x = self.matrix(X, "X", self.n_features_in_)
         return explain_points(self.layers_[0], x, self.score(X), self.alpha_, self.documents_, k, self.class_names_)
 
     def certify(
@@ -295,7 +295,7 @@ class SDMEstimator:
         `classes`: the predicted classes that the certificate covers (default: all); others are then always rejected.
         """
         self._check_single("certify")
-        x, labels = self._matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
+        x, labels = self.matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
         check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
         known = float((scores.d_nearest <= 1e-5 * float(layer.support.vectors.norm(dim=1).mean())).mean())
@@ -387,7 +387,7 @@ class SDMEstimator:
         config, tensors, texts = read_artifact(folder, KIND, VERSION)
         try:
             self = cls(**config["parameters"], device=device)
-            self._check_parameters()
+            self.check_parameters()
             n_classes, n_features = int(config["n_classes"]), int(config["n_features"])
             self.alpha_ = check_alpha(config["alpha"])
             layers = [
@@ -435,7 +435,7 @@ class SDMEstimator:
 
     # Checks
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
         check_alpha(self.alpha)
         for name in ("exemplar_dim", "epochs", "batch_size", "rounds"):
             value = getattr(self, name)
@@ -471,7 +471,7 @@ class SDMEstimator:
             return partial(FaissSupportSet, max_q=self.max_q)
         return partial(SupportSet, max_q=self.max_q)
 
-    def _matrix(self, values: Any, name: str, width: int | None = None, allow_empty: bool = False) -> Tensor:
+    def matrix(self, values: Any, name: str, width: int | None = None, allow_empty: bool = False) -> Tensor:
         """A finite float32 matrix on the device."""
         try:
             with np.errstate(over="ignore"):  # what overflows is named below

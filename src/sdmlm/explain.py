@@ -98,7 +98,7 @@ def explain_points(
     """Explanations of raw vectors x (N, D) with their scores; k exemplars and k peers each."""
     region, ca = layer.region(alpha), layer.calibration
     vectors, _ = layer.adaptor(x)
-    exemplars = _exemplars(layer.support, vectors, layer.support_ids, documents, k)
+    exemplars = exemplars_of(layer.support, vectors, layer.support_ids, documents, k)
     decided = decisions(scores.q, scores.accepted)
     decided_ca = decisions(ca.q, region.contains(ca.q_prime, ca.p, ca.predictions))
     predictions_ca, right_ca = ca.predictions.numpy(), (ca.predictions == ca.labels).numpy()
@@ -110,7 +110,7 @@ def explain_points(
         some = torch.from_numpy(theirs)
         part = SupportSet(layer.calibration_vectors[some], ca.labels[some], ca.predictions[some])
         ids = [layer.calibration_ids[i] for i in theirs]
-        nearest = _exemplars(part, vectors[torch.from_numpy(mine)], ids, documents, k)
+        nearest = exemplars_of(part, vectors[torch.from_numpy(mine)], ids, documents, k)
         peers.update({int(i): Peers(len(theirs), accuracy, found) for i, found in zip(mine, nearest, strict=True)})
     return [
         Explanation(
@@ -128,7 +128,7 @@ def explain_points(
     ]
 
 
-def _exemplars(
+def exemplars_of(
     support: SupportSet, vectors: Tensor, ids: Sequence[Any], documents: Mapping[Any, str], k: int
 ) -> list[tuple[Exemplar, ...]]:
     distances, indices = (t.cpu().tolist() for t in support.neighbors(vectors, k))

@@ -21,7 +21,7 @@ from torch import Tensor
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.encoding import Encoder, Messages, VerificationTags, completion_text
 from sdmlm.estimator import SDMEstimator
-from sdmlm.explain import Exemplar, _exemplars, reason
+from sdmlm.explain import Exemplar, exemplars_of, reason
 from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
 from sdmlm.final_layer import SDM_FOLDER, fingerprint, read_final_layer_facts, write_final_layer
 from sdmlm.forward import inner_lm
@@ -239,7 +239,7 @@ class SDMLanguageModel:
 
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha of their own: the estimator keeps its."""
-        x = self.estimator._matrix(h, "h", self.estimator.n_features_in_, allow_empty=True)
+        x = self.estimator.matrix(h, "h", self.estimator.n_features_in_, allow_empty=True)
         return decided(self.estimator.layers_[0].score(x, alpha), self.region, alpha)
 
     def region(self, alpha: float | None = None) -> HighReliabilityRegion:
@@ -258,8 +258,8 @@ class SDMLanguageModel:
         tags, layer = self.tags, self.estimator.layers_[0]
         exemplars: list[tuple[Exemplar, ...]] = [()] * len(answers)
         if neighbors:
-            vectors, _ = layer.adaptor(self.estimator._matrix(h, "h"))
-            exemplars = _exemplars(layer.support, vectors, layer.support_ids, self.estimator.documents_, neighbors)
+            vectors, _ = layer.adaptor(self.estimator.matrix(h, "h"))
+            exemplars = exemplars_of(layer.support, vectors, layer.support_ids, self.estimator.documents_, neighbors)
         found = []
         for i, answer in enumerate(answers):
             c = int(scores.prediction[i])
@@ -358,7 +358,7 @@ class SDMLanguageModel:
         _check_spelling(text, name)
         encoder = self.encoder
         try:
-            ids = encoder._prompt_ids(prompt, None)
+            ids = encoder.prompt_ids(prompt, None)
         except ValueError as error:
             raise ValueError(f"{name}: {str(error).partition(': ')[2]}") from error
         if encoder.max_length is None:

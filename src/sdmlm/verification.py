@@ -136,8 +136,8 @@ class AnswerText:
         else:
             text = text.rstrip("\ufffd")
             marks = (tags.separator + tags.open, tags.open, *self._stop)
-            text = text[: len(text) - max(_overlap(text, mark) for mark in marks)]
-            text = text[: len(text) - _overlap(text, tags.separator)]  # one at the end of an answer is no part of it
+            text = text[: len(text) - max(overlap(text, mark) for mark in marks)]
+            text = text[: len(text) - overlap(text, tags.separator)]  # one at the end of an answer is no part of it
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
@@ -191,6 +191,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of the text that the mark begins with."""
     return next((k for k in range(min(len(text), len(mark)), 0, -1) if text.endswith(mark[:k])), 0)

@@ -1,5 +1,5 @@
 """Reports for people: a self-contained HTML page with plots and tables."""
 
-from sdmlm.report.html import Example, write_report
+from sdmlm.report.estimator import Example, write_report
 
 __all__ = ["Example", "write_report"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 
 from sdmlm.replication import Evaluation, Run
-from sdmlm.report import html, plots
-from sdmlm.report.replication import _table as paper_table
-from sdmlm.report.replication import training_curves
+from sdmlm.report import estimator as estimator_report
+from sdmlm.report import page, plots
+from sdmlm.report.replication import paper_table, training_curves
 
 if TYPE_CHECKING:
     from sdmlm.estimator import SDMEstimator
@@ -41,14 +41,14 @@ def write_report(
         ]
     title = f"SDM language model: {name}"
     sections = [section for section in more if section is not None and section[1]]
-    html.write_report(path, estimator, title=title, class_names=[tags["no"], tags["yes"]], more=sections)
+    estimator_report.write_report(path, estimator, title=title, class_names=[tags["no"], tags["yes"]], more=sections)
 
 
 def _tests(run: Run) -> str:
     from sdmlm.replication_tables import tables
 
     found = tables([run])
-    full = html._comparison("By class and by prediction", found.full())
+    full = page.comparison("By class and by prediction", found.full())
     return paper_table(found, "selective", {}) + paper_table(found, "generation", {}) + full
 
 
@@ -60,7 +60,7 @@ def _training(run: Run) -> str:
         "By evaluation over the calibration rows. Admitted share, SDM loss and q'min are those of the SDM layer that the "
         "evaluation fits (fine-tuning with cross-entropy has none); a gap in q'min is where it is infinite."
     )
-    return html._figure("train", curves, "Training curves", caption)
+    return page.figure("train", curves, "Training curves", caption)
 
 
 def _searches(searches: Sequence[SearchCalibration]) -> str:
@@ -72,27 +72,27 @@ def _searches(searches: Sequence[SearchCalibration]) -> str:
             [
                 f"{c.policy.kind}, budget {c.policy.budget}, temperature {c.policy.temperature:g}",
                 f"{c.alpha:g}",
-                html._number(region.q_min),
-                html._share(int(accepted.sum()), len(c)),
-                html._share(sum(right), len(right)) if right else "-",
+                page.number(region.q_min),
+                page.share(int(accepted.sum()), len(c)),
+                page.share(sum(right), len(right)) if right else "-",
                 f"{sum(c.tries) / len(c):.2f}",
             ]
         )
     heads = ["policy", "alpha", "q'min", "accepted", "right among the accepted", "tries a prompt"]
-    return html._table("Searches that were calibrated as a whole, over calibration prompts", heads, rows)
+    return page.table("Searches that were calibrated as a whole, over calibration prompts", heads, rows)
 
 
 def _made(facts: Mapping[str, Any], record: Mapping[str, Any], feedback: int) -> str:
     rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in facts["training"].items()]
     rows += [[key, json.dumps(facts[key], ensure_ascii=False)] for key in ("tags", "max_length", "max_new_tokens")]
     rows += [["documents added by feedback", str(feedback)], ["written by sdmlm", str(facts["sdmlm_version"])]]
-    out = html._table("The SDM layer's settings", ["setting", "value"], rows)
+    out = page.table("The SDM layer's settings", ["setting", "value"], rows)
     if record:
         data = [
             [part, str(about["source"]), str(about["used"]), about["sha256"][:12]]
             for part, about in record["data"].items()
         ]
-        out += html._table("Rows", ["part", "source", "rows", "SHA-256"], data)
+        out += page.table("Rows", ["part", "source", "rows", "SHA-256"], data)
         settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in record["settings"].items()]
-        out += html._table("Settings of the run", ["setting", "value"], settings)
+        out += page.table("Settings of the run", ["setting", "value"], settings)
     return out

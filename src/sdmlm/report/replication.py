@@ -11,11 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from sdmlm import __version__, paper
-from sdmlm.artifacts import write_text_atomically
+from sdmlm import paper
 from sdmlm.replication import Run, setting_order
 from sdmlm.replication_tables import LAYOUTS, Tables
-from sdmlm.report import html, plots
+from sdmlm.report import page, plots
 
 _PANELS = (
     ("eval_admitted", "Admitted share of D_ca"),
@@ -37,34 +36,33 @@ def write_report(
     """Write the page in one step; `more` are further sections, as (title, HTML)."""
     with matplotlib.rc_context(plots.STYLE):
         sections = [
-            html._section("At a glance", _glance(runs, tables)),
-            html._section("Selective classification", _table(tables, "selective", paper.SELECTIVE)),
-            html._section("Generation", _table(tables, "generation", paper.GENERATION)),
-            html._section("The final SDM layers", _table(tables, "calibration", paper.CALIBRATION)),
-            html._section("Over training", _training(runs)),
-            html._section("By class and by prediction", _full(tables)),
-            *(html._section(*section) for section in more),
+            page.section("At a glance", _glance(runs, tables)),
+            page.section("Selective classification", paper_table(tables, "selective", paper.SELECTIVE)),
+            page.section("Generation", paper_table(tables, "generation", paper.GENERATION)),
+            page.section("The final SDM layers", paper_table(tables, "calibration", paper.CALIBRATION)),
+            page.section("Over training", _training(runs)),
+            page.section("By class and by prediction", _full(tables)),
+            *(page.section(*section) for section in more),
         ]
-    page = html._PAGE.format(title=html._text(title), style=html._STYLE, body="".join(sections), version=__version__)
-    write_text_atomically(path, page)
+    page.write_page(path, title, sections)
 
 
 def _glance(runs: Sequence[Run], tables: Tables) -> str:
     says = [comparison.statement() for comparison in tables.comparisons]
     says = says or ["There is no pair of SDM + HN and CE + HN with the same seed, so nothing is compared."]
-    lead = "".join(f"<p class='lead'>{html._text(sentence)}</p>" for sentence in says)
+    lead = "".join(f"<p class='lead'>{page.text(sentence)}</p>" for sentence in says)
     rows = []
     for run in sorted(runs, key=lambda run: (run.family, setting_order(run.setting), run.seed)):
         minutes = sum(row.get("train_runtime", 0.0) for row in run.history) / 60
         sizes = ", ".join(f"{name} {len(e)}" for name, e in run.evaluations.items())
         steps = max((int(row.get("step", 0)) for row in run.history), default=0)
         rows.append([f"{run.family}: {run.label}", str(run.seed), str(steps), f"{minutes:.1f}", sizes])
-    return lead + html._table(
+    return lead + page.table(
         "Runs", ["run", "seed", "steps", "minutes of training (after the last interruption)", "prompts"], rows
     )
 
 
-def _table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str, ...]]) -> str:
+def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str, ...]]) -> str:
     """A table of ours, with the paper's figures to the right where it has the setting (and the test set)."""
     layout, lines = LAYOUTS[name], tables.of(name)
     keys = [(line.dataset, line.setting) if line.dataset else (line.setting,) for line in lines]
@@ -77,17 +75,17 @@ def _table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str
     names = (["dataset"] if any(line.dataset for line in lines) else []) + ["model"]
     seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
     caption = f"{layout.title}, alpha = {tables.alpha:g}. {layout.caption}{seeds} paper: {paper.MODEL}, as published."
-    return html._table(caption, [*names, *heads, *(f"paper: {head}" for head in heads)], rows)
+    return page.table(caption, [*names, *heads, *(f"paper: {head}" for head in heads)], rows)
 
 
 def _full(tables: Tables) -> str:
-    ours = html._comparison("Ours; over several seeds, means", tables.full())
+    ours = page.comparison("Ours; over several seeds, means", tables.full())
     heads = ["true 0", "true 1", "predicted 0", "predicted 1", "all"]
     rows = [
         [*key, *(f"{cells[i]} ({cells[i + 1]})" for i in range(0, len(cells), 2))] for key, cells in paper.FULL.items()
     ]
     caption = f"The paper's ({paper.MODEL}), as published: accuracy, and in brackets n/|D|. R: all rejected."
-    return ours + html._table(caption, ["dataset", "setting", "estimator", *heads], rows)
+    return ours + page.table(caption, ["dataset", "setting", "estimator", *heads], rows)
 
 
 def _training(runs: Sequence[Run]) -> str:
@@ -104,8 +102,8 @@ def _training(runs: Sequence[Run]) -> str:
         if curves is not None:
             label = f"Training curves of {family}"
             parts.append(
-                (f"<h3>{html._text(family)}</h3>" if len(families) > 1 else "")
-                + html._figure(f"train{n}", curves, label, caption)
+                (f"<h3>{page.text(family)}</h3>" if len(families) > 1 else "")
+                + page.figure(f"train{n}", curves, label, caption)
             )
     return "".join(parts) or "<p>No run was trained.</p>"
 

@@ -19,7 +19,7 @@ from sdmlm.server.protocol import Ask, Document, Prompt
 from sdmlm.server.settings import Upstream
 from sdmlm.server.upstream import ask_events, ask_json, failed
 from sdmlm.server.work import DEFAULT_BUDGET, Judged
-from sdmlm.verification import _overlap
+from sdmlm.verification import overlap
 
 
 @dataclass
@@ -127,7 +127,7 @@ class BodyText:
             text = text.removesuffix(self._tags.separator)
         else:
             marks = (self._tags.separator + self._tags.open, self._tags.open)
-            text = text[: len(text) - max(_overlap(text, mark) for mark in marks)]
+            text = text[: len(text) - max(overlap(text, mark) for mark in marks)]
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece

@@ -1,0 +1,224 @@
+"""The HTML report: one file, no requests to anywhere, for light and dark screens.
+
+Every figure is inline SVG with a caption that says what it shows; every table is a real table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+from sdmlm.report import page, plots
+
+if TYPE_CHECKING:
+    from sdmlm.embedding_files import Embeddings
+    from sdmlm.estimator import SDMEstimator
+    from sdmlm.evaluation import Table
+    from sdmlm.explain import Exemplar, Explanation
+    from sdmlm.report.plots import View
+    from sdmlm.scores import Scores
+
+_FEW = 4  # classes that a comparison table shows one by one
+
+
+@dataclass(frozen=True)
+class Example:
+    """A point to show with its explanation."""
+
+    title: str
+    text: str | None
+    explanation: Explanation
+
+
+def write_report(
+    path: str | Path,
+    estimator: SDMEstimator,
+    data: Embeddings | None = None,
+    scores: Scores | None = None,
+    tables: Sequence[tuple[str, Table]] = (),
+    examples: Sequence[Example] = (),
+    title: str = "SDM estimator",
+    class_names: Sequence[str] | None = None,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Write the report about `data` (default: the calibration points) to `path`, in one step.
+
+    `scores` are those of `data` where they are at hand; `tables` come with a caption each; `more` are further sections, as
+    (title, HTML).
+    """
+    names = [str(c) for c in (class_names or estimator.classes_)]
+    if data is None:
+        view, what = plots.calibration_view(estimator), "calibration points"
+    else:
+        view, what = plots.scored_view(scores or estimator.score(data.X), data.y), "scored points"
+    shown = None if data is None else view
+    with matplotlib.rc_context(plots.STYLE):
+        sections = [
+            _headline(estimator, view, what, names),
+            page.section("Similarity and Distance", _similarity_distance(estimator, view, what)),
+            page.section("What the thresholds rest on", _distributions(estimator, shown, names)),
+            page.section("Other values of alpha", _against_alpha(estimator, view, what)),
+            page.section("Reliability of the outputs", _reliability(view, what)) if view.labels is not None else "",
+            page.section("Training", _history(estimator)),
+            page.section("Comparison", "".join(page.comparison(*entry) for entry in tables)) if tables else "",
+            page.section("Examples", "".join(_example(e, names) for e in examples)) if examples else "",
+            *(page.section(*section) for section in more),
+        ]
+    page.write_page(path, title, sections)
+
+
+# The sections
+
+
+def _headline(estimator: SDMEstimator, view: View, what: str, names: Sequence[str]) -> str:
+    region, n = estimator.region_, len(view)
+    accepted, strange = int(view.accepted.sum()), int((view.q == 0).sum())
+    if math.isinf(region.q_min):
+        says = (
+            f"At alpha {region.alpha:g} there is no high-reliability region: every point is rejected. More data, a "
+            "longer training or a lower alpha may give one."
+        )
+    else:
+        says = (
+            f"At alpha {region.alpha:g} the estimator accepts {page.share(accepted, n)} of the {n} {what}: those with q' "
+            f"of at least {region.q_min:.4g} whose SDM output reaches the threshold psi of the predicted class and of "
+            "no other."
+        )
+    if view.labels is not None and accepted:
+        says += f" Of these, {page.share(int(view.right[view.accepted].sum()), accepted)} are right; "
+        says += f"over all points {page.share(int(view.right.sum()), n)} are."
+    if len(estimator.layers_) > 1:
+        says += f" (An ensemble of {len(estimator.layers_)} models; the plots show the best one.)"
+    facts = [
+        ["alpha", f"{region.alpha:g}"],
+        ["q'min", page.number(region.q_min)],
+        ["accepted", f"{accepted} ({page.share(accepted, n)})"],
+        ["rejected", f"{n - accepted - strange} ({page.share(n - accepted - strange, n)})"],
+        ["out of distribution (q = 0)", f"{strange} ({page.share(strange, n)})"],
+        ["support vectors", str(len(estimator.layers_[0].support))],
+        ["calibration points", str(len(estimator.layers_[0].calibration.labels))],
+        ["balanced calibration loss", page.number(estimator.loss_)],
+    ]
+    body = f"<p class='lead'>{page.text(says)}</p>" + page.table("In numbers", None, facts)
+    return page.section("At a glance", body + _by_class(estimator, view, what, names))
+
+
+def _by_class(estimator: SDMEstimator, view: View, what: str, names: Sequence[str]) -> str:
+    psi, rows = estimator.region_.psi, []
+    for c, name in enumerate(names):
+        own, row = view.predictions == c, [name, page.number(psi[c])]
+        if view.labels is not None:
+            true = view.labels == c
+            row += [str(int(true.sum())), *_accuracy_among(view, true)]
+        rows.append([*row, str(int(own.sum())), *(_accuracy_among(view, own) if view.labels is not None else [])])
+        if view.labels is None:
+            rows[-1].append(page.share(int((own & view.accepted).sum()), int(own.sum())))
+    split = ["points", "accepted", "accuracy among them"]
+    if view.labels is None:
+        head = ["class", "psi", "predicted so", "accepted"]
+    else:
+        head = ["class", "psi", *(f"true class: {s}" for s in split), *(f"predicted class: {s}" for s in split)]
+    return page.table(f"By class, over the {what}", head, rows)
+
+
+def _accuracy_among(view: View, group: Any) -> list[str]:
+    """[share of the group that is accepted, share of those that are right]."""
+    inside = group & view.accepted
+    return [
+        page.share(int(inside.sum()), int(group.sum())),
+        page.share(int((inside & view.right).sum()), int(inside.sum())),
+    ]
+
+
+def _similarity_distance(estimator: SDMEstimator, view: View, what: str) -> str:
+    caption = (
+        "Similarity q (how many of the nearest training documents agree, in an unbroken run) against Distance d for "
+        f"the {what}. Filled marks are accepted, hollow ones rejected"
+        + ("; circles are right, triangles wrong" if view.labels is not None else "")
+        + ". The dashed line is q'min; the shaded part is where a point with a typical margin between its classes "
+        "would be accepted. Points on the line q = 0 are out of distribution."
+    )
+    if len(view) > plots.MOST_POINTS:
+        caption += f" A random sample of {plots.MOST_POINTS} of {len(view)} points."
+    return page.figure(
+        "qd", plots.similarity_distance(estimator, view), "Scatter plot of Similarity q against Distance d", caption
+    )
+
+
+def _distributions(estimator: SDMEstimator, view: View | None, names: Sequence[str]) -> str:
+    caption = (
+        "Left: for each true class, how the distance to the nearest support vector is distributed over the "
+        "calibration points with q > 0; d of a point is the smallest share, over the classes, that lies beyond its "
+        "distance. The vertical line is the farthest calibration point that is accepted. Right: the SDM output at "
+        "the true class of the calibration points from q'min on, on a logit scale; at most a share 1 - alpha of each "
+        "class lies below its psi (the diamonds), and every psi is at least alpha."
+    )
+    if view is not None:
+        caption += (
+            " If the thick dotted line of the points shown lies right of the others, they come from farther away."
+        )
+    if len(names) > plots.MOST_CLASSES:
+        caption += f" Only the {plots.MOST_CLASSES} classes with the most points are drawn."
+    return page.figure(
+        "cdf", plots.distributions(estimator, view, names), "Distributions by class with thresholds", caption
+    )
+
+
+def _against_alpha(estimator: SDMEstimator, view: View, what: str) -> str:
+    caption = (
+        f"What other values of alpha would admit of the {what}, and how accurate that would be; the dashed line is "
+        "the alpha in use. At a low alpha the share can grow with alpha: psi is itself the (1 - alpha) quantile, so "
+        "a low alpha cuts off more of each class."
+    )
+    if view.labels is not None:
+        caption += " Accuracy should stay above the dotted diagonal for the worst class too."
+    return page.figure(
+        "alpha", plots.against_alpha(estimator, view), "Admitted share and accuracy against alpha", caption
+    )
+
+
+def _reliability(view: View, what: str) -> str:
+    caption = (
+        f"Accuracy of the {what} in ten bins of the output at the predicted class: on the diagonal an output of 80% "
+        "is right 80% of the time, below it the output promises too much. Vertical bars are 95% intervals; the lower "
+        "part shows how many points each bin holds. Softmax over the same z' is what one would have without "
+        "Similarity and Distance."
+    )
+    return page.figure("rel", plots.reliability(view), "Reliability diagram of the SDM output and of softmax", caption)
+
+
+def _history(estimator: SDMEstimator) -> str:
+    caption = (
+        "Loss and calibration accuracy by epoch, of the best round. The weights of the epoch with the lowest balanced "
+        "calibration loss were kept (dotted line)."
+    )
+    return page.figure("hist", plots.training_history(estimator), "Training history", caption)
+
+
+def _example(example: Example, names: Sequence[str]) -> str:
+    e = example.explanation
+    body = f"<h3>{page.text(example.title)} <span class='tag'>{page.text(e.decision)}</span></h3><p>{page.text(e.reason)}</p>"
+    if example.text:
+        body += f"<pre>{page.text(example.text)}</pre>"
+    body += _exemplars("Nearest training documents", e.exemplars, names)
+    peers = f"Nearest of the {e.peers.count} calibration points with this prediction and decision"
+    if e.peers.count:
+        peers += f" ({page.share(round(e.peers.accuracy * e.peers.count), e.peers.count)} of them right)"
+    return f"<article>{body}{_exemplars(peers, e.peers.nearest, names)}</article>"
+
+
+def _exemplars(caption: str, exemplars: Sequence[Exemplar], names: Sequence[str]) -> str:
+    def name(c: int) -> str:
+        return names[c] if 0 <= c < len(names) else f"outside the classes ({c})"
+
+    rows = [[str(x.id), name(x.label), name(x.prediction), f"{x.distance:.4g}"] for x in exemplars]
+    head = ["id", "label", "predicted", "distance"]
+    if any(x.text for x in exemplars):
+        head.append("text")
+        rows = [[*row, x.text or ""] for row, x in zip(rows, exemplars, strict=True)]
+    return page.table(caption, head, rows)
