@@ -5,8 +5,8 @@ READY := .venv/.ready
 
 .PHONY: test lint demo base-model bench clean
 
-test: lint  ## lint, then every test
-	$(BIN)/python -m pytest -q
+test: lint  ## lint, then every test, in two processes of one thread; the tests of a file stay together
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
