@@ -41,10 +41,15 @@ class ScriptedLM:
 
     def __init__(self, script: list[tuple[str, str, bool, bool]], tags: VerificationTags | None = None) -> None:
         self.script, self.estimator, self.alpha = script, small_estimator(), 0.8
-        self.encoder = SimpleNamespace(tags=tags or VerificationTags())
+        self.encoder = SimpleNamespace(tags=tags or VerificationTags(), suffix_length=5, continuation=str.split)
+        self.room = 0
 
-    def generate(self, prompts: list[Any], **options: Any) -> list[Any]:
+    def sampling(self) -> Any:
+        return SimpleNamespace(max_new_tokens=20)
+
+    def generate(self, prompts: list[Any], max_new_tokens: int, **options: Any) -> list[Any]:
         assert len(prompts) == len(self.script)
+        self.room = max_new_tokens
         out = []
         for n, (text, verdict, accepted, lower) in enumerate(self.script):
             body = self.encoder.tags.split(text)[0]
@@ -59,6 +64,15 @@ class ScriptedLM:
 
 RIGHT = "<sentence>a b c d.</sentence>"
 ROW = {"prompt": "?", "chosen": RIGHT, "rejected": "<sentence>a d. b c</sentence>", "sentence": "a b c d."}
+
+
+def test_there_is_room_for_the_longest_reference() -> None:
+    """Shifted test sets hold the longest sentences: longer than any that the model was fitted over."""
+    long = {**ROW, "chosen": " ".join(["a"] * 30)}
+    for rows, room in (([ROW, long], 30 + 5 + 8), ([ROW, ROW], 20)):
+        lm = ScriptedLM([(RIGHT, "Yes", True, True)] * 2)
+        evaluate(lm, word_ordering, rows)  # type: ignore[arg-type]
+        assert lm.room == room
 
 
 def test_reward_answer_and_exact_match_look_at_different_things() -> None:

@@ -114,16 +114,18 @@ def evaluate(
 ) -> Evaluation:
     """Greedy generations for all prompts, judged by the final SDM layer; `task` is a module of `sdmlm.tasks`.
 
+    There is room for the longest reference, even where it is longer than all that the model was fitted over.
     y = r(s+, generation) with `reward` (default: the task's), which sees the body without our tags. Exact match looks at
     what the LM wrote itself, its own verdict included, and not at the SDM layer.
     """
     from sdmlm.encoding import completion_text
-    from sdmlm.final_layer import layer_metrics
+    from sdmlm.final_layer import completion_room, layer_metrics
     from sdmlm.layer import ALPHA_GRID
     from sdmlm.rewards import apply_reward, load_reward
 
     check_reference(task, rows)
-    found = lm.generate([row["prompt"] for row in rows], neighbors=0, progress=progress)
+    room = max(lm.sampling().max_new_tokens, completion_room(lm.encoder, rows))
+    found = lm.generate([row["prompt"] for row in rows], max_new_tokens=room, neighbors=0, progress=progress)
     tags, layer = lm.encoder.tags, lm.estimator.layers_[0]
     y = apply_reward(load_reward(reward or task.reward), rows, [v.text for v in found], tags)
     texts = [v.generated or "" for v in found]
