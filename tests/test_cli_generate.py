@@ -100,6 +100,21 @@ def test_prompts_from_json_lines_and_stdin(
     assert [row["prompt"] for row in lines(capsys.readouterr().out)] == ["abc=", "abd="]
 
 
+def test_fields_of_the_rows_stay_and_strange_line_ends_are_text(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "rows.jsonl").write_text(
+        json.dumps({"id": 7, "prompt": "abc=", "completion": "abc", "text": "mine"}) + "\n"
+    )
+    for command in (["generate", "model", "--prompts"], ["verify", "model", "--data"]):
+        assert main([*command, "rows.jsonl", "--json"]) == 0
+        (row,) = lines(capsys.readouterr().out)
+        assert (row["id"], row["prompt"], row["text"]) == (7, "abc=", "abc")
+    pipe(monkeypatch, "a\u2028bc=\n".encode())
+    assert main(["generate", "model", "--prompts", "-", "--json"]) == 0
+    assert strict_json(capsys.readouterr().out)["prompt"] == "a\u2028bc="
+
+
 def test_search(folder: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "model").unlink()
     shutil.copytree(folder, here / "model")

@@ -272,6 +272,28 @@ def test_a_new_sdm_layer_is_evaluated_again(here: Path, whole: Path, capsys: pyt
     new, old = (read_evaluation(root / "tiny-none/seed-0/evaluations/test.json")[0] for root in (Path("out"), whole))
     assert new.generated == old.generated
     assert new.calibration != old.calibration
+    # A report knows evaluations of another layer from its own.
+    run = "out/tiny-none/seed-0"
+    capsys.readouterr()
+    assert main(["report", run, "--json"]) == 0
+    assert "test" in strict_json(capsys.readouterr().out)["tests"]
+    assert main(["calibrate", run, "--data", "calibration.jsonl", "--force", *layer, "--seed", "5"]) == 0
+    capsys.readouterr()
+    assert main(["report", run, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert strict_json(out)["tests"] == []
+    assert "made with another SDM layer" in err
+
+
+def test_runs_over_different_rows_are_not_averaged(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "out")
+    path = tmp_path / "out" / "tiny-sdm_hn" / "seed-1" / "evaluations" / "test.json"
+    assert path.exists()
+    text = path.read_text()
+    sha256 = json.loads(text)["rows_sha256"]
+    path.write_text(text.replace(sha256, "0" * 64))
+    with pytest.raises(ValueError, match="different rows of test"):
+        read_runs(tmp_path / "out")
 
 
 # Refusals
@@ -353,6 +375,7 @@ def test_bad_arguments_are_named(here: Path, capsys: pytest.CaptureFixture[str])
     Path("file").write_text("x")
     Path("empty").mkdir()
     shutil.copytree("tiny", "other/tiny")
+    Path("strict.yaml").write_text(Path("tiny/none.yaml").read_text().replace("alpha: 0.8", "alpha: 0.9"))
     for args, said in (
         (["nowhere", "--output", "out"], "nowhere does not exist"),
         (["empty", "--output", "out"], "empty holds no recipe"),
@@ -360,6 +383,7 @@ def test_bad_arguments_are_named(here: Path, capsys: pytest.CaptureFixture[str])
         (["tiny", "--output", "out", "--seeds", "0", "0"], "each once"),
         (["tiny", "--output", "out", "--seeds", "-1"], "whole numbers from 0 on"),
         (["tiny/none.yaml", "other/tiny/none.yaml", "--output", "out"], "Two recipes would be run in out/tiny-none"),
+        (["tiny", "strict.yaml", "--output", "out"], "would have alpha 0.8 and 0.9"),
     ):
         assert said in fails(capsys, "replicate", *args)
     assert not Path("out").exists()

@@ -422,8 +422,22 @@ def test_calibrate_in_place_keeps_tags_and_asks_before_replacing(
     assert Path("own/sdm/config.json").read_bytes() == before
     assert main([*command, "--force", "--seed", "7"]) == 0
     lm = json.loads(Path("own/sdm/lm.json").read_text())
-    assert (lm["tags"]["yes"], lm["truncate_prompt"], lm["training"]["seed"]) == ("No", True, 7)
+    assert (lm["tags"]["yes"], lm["truncate_prompt"]) == ("No", True)
+    assert lm["training"] is None  # nobody has fine-tuned this model
+    assert (lm["calibrated"]["source"], lm["calibrated"]["rows"]) == ("rows.jsonl", 48)
     assert Path("own/sdm/config.json").read_bytes() != before
+
+
+def test_calibrate_keeps_what_is_known_of_the_training(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, "copied")
+    training = json.loads(Path("copied/sdm/lm.json").read_text())["training"]
+    assert main(["calibrate", "copied", "--data", "rows.jsonl", "--force", *LAYER, "--seed", "7"]) == 0
+    lm = json.loads(Path("copied/sdm/lm.json").read_text())
+    assert lm["training"] == training
+    assert training["seed"] != 7
+    assert lm["calibrated"]["rows"] == 48
 
 
 def test_the_reward_decides_what_is_a_negative(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

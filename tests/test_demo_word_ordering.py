@@ -81,6 +81,16 @@ def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {p.name for p in tmp_path.iterdir()} == {"precious"}
 
 
+def test_a_model_that_somebody_has_worked_with_is_not_thrown_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "demo.json").write_text("{}")
+    (tmp_path / "sdm_hn" / "sdm" / "feedback").mkdir(parents=True)
+    assert main(["demo", "--fast", "--output", str(tmp_path)]) == 2
+    assert "holds feedback" in capsys.readouterr().err
+    assert (tmp_path / "sdm_hn" / "sdm" / "feedback").exists()
+
+
 @pytest.mark.parametrize("setting", ["ce_hn", "sdm_hn"])
 def test_the_recipes_are_the_demo(setting: str) -> None:
     """`sdmlm replicate recipes/demo` repeats the demo with other seeds."""

@@ -16,10 +16,10 @@ from rich.console import Console
 from sdmlm.evaluation import Cell, Row, SelectiveMetrics, Table, selective_metrics
 
 
-def slow_cell(points: list[tuple[int, int]], total: int) -> Cell:
+def slow_cell(points: list[tuple[int, int]], total: int, empty: bool = False) -> Cell:
     """`points` are the (label, prediction) of the admitted of a group."""
     right = sum(1 for label, prediction in points if label == prediction)
-    return Cell(len(points), len(points) / total, right / len(points) if points else None)
+    return Cell(len(points), len(points) / total, right / len(points) if points else None, empty=empty)
 
 
 problems = st.integers(2, 6).flatmap(
@@ -37,8 +37,9 @@ def test_metrics_agree_with_counting(problem: tuple[int, list[tuple[int, int, bo
     metrics = selective_metrics(*zip(*points, strict=True), n_classes)
     admitted = [(label, prediction) for label, prediction, accepted in points if accepted]
     for c in range(n_classes):
-        assert metrics.class_conditional[c] == slow_cell([p for p in admitted if p[0] == c], len(points))
-        assert metrics.prediction_conditional[c] == slow_cell([p for p in admitted if p[1] == c], len(points))
+        empty = [all(p[side] != c for p in points) for side in (0, 1)]
+        assert metrics.class_conditional[c] == slow_cell([p for p in admitted if p[0] == c], len(points), empty[0])
+        assert metrics.prediction_conditional[c] == slow_cell([p for p in admitted if p[1] == c], len(points), empty[1])
     assert metrics.marginal == slow_cell(admitted, len(points))
 
 

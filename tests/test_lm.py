@@ -375,6 +375,33 @@ def test_feedback_is_kept_and_can_be_undone_after_a_reload(copied: Path) -> None
         last.undo_feedback()
 
 
+def test_two_processes_give_feedback_and_none_is_lost(copied: Path) -> None:
+    one, two = SDMLanguageModel.from_pretrained(copied), SDMLanguageModel.from_pretrained(copied)
+    assert one.feedback("abc=", "abc", True) == "feedback:1"
+    assert two.feedback("abd=", "abd", True) == "feedback:2"  # with that of the other
+    assert two.feedback_ids == ["feedback:1", "feedback:2"]
+    assert one.undo_feedback("feedback:2") == "feedback:2"
+    again = SDMLanguageModel.from_pretrained(copied)
+    assert again.feedback_ids == one.feedback_ids == ["feedback:1"]
+    assert again.digest() == one.digest()
+    two.feedback("abe=", "abe", True, save=False)
+    with pytest.raises(ValueError, match="changed by another process"):
+        two.feedback("abf=", "abf", True)
+    assert SDMLanguageModel.from_pretrained(copied).feedback_ids == ["feedback:1"]
+
+
+def test_a_card_that_is_not_ours_stays(copied: Path) -> None:
+    lm = SDMLanguageModel.from_pretrained(copied)
+    (copied / "README.md").write_text("My own words.")
+    lm.save_pretrained(copied)
+    assert (copied / "README.md").read_text() == "My own words."
+    (copied / "README.md").unlink()
+    lm.save_pretrained(copied)
+    lm.feedback("abc=", "abc", True)
+    lm.save_pretrained(copied)
+    assert "1 of them are feedback" in (copied / "README.md").read_text()
+
+
 def test_feedback_that_cannot_be_kept_changes_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = SDMLanguageModel.from_pretrained(copied)
     digest = lm.digest()

@@ -207,6 +207,22 @@ def test_the_full_table_shows_means_and_keeps_the_interval_of_one_seed(found: Ta
     assert rows["test", "No fine-tuning", "HR"].marginal.accuracy is None
 
 
+def test_cells_say_where_all_was_rejected_and_where_there_was_nothing() -> None:
+    nothing, right = [False] * 4, [True] * 4
+    some = [scripted("sdm_hn", seed, [True] * 4 if seed == 2 else nothing, right) for seed in range(3)]
+    table = tables(some).full()
+    rows = {row.estimator: row.metrics for row in table.rows}
+    assert (rows["HR"].marginal.accuracy, rows["HR"].marginal.rejected) == (1.0, "2/3")
+    whole = rows["no-reject"]
+    empty = [cell for cell in whole.class_conditional if cell.n == 0]
+    assert len(empty) == 1
+    assert empty[0].empty
+    assert not whole.marginal.rejected
+    text = table.latex()
+    assert "1.00 R2/3" in text
+    assert "-" in [cell.strip() for line in text.splitlines() if "no-reject" in line for cell in line.split("&")]
+
+
 def test_latex_has_four_whole_tables(found: Tables) -> None:
     text = found.latex()
     for name in ("table*", "tabular"):

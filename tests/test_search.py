@@ -16,6 +16,7 @@ from tiny_sdm_lm import calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.commands.calibrate_search import summary
+from sdmlm.encoding import Encoder
 from sdmlm.search import AGAIN, KINDS, SearchCalibration, SearchPolicy, calibrate_search, reprompted
 from sdmlm.verification import Verification
 
@@ -48,7 +49,7 @@ def key(v: Verification) -> tuple[Any, ...]:
 
 
 def by_hand(
-    lm: SDMLanguageModel, prompt: str, number: int, policy: SearchPolicy, alpha: float
+    lm: SDMLanguageModel, prompt: str, number: int, policy: SearchPolicy, alpha: float, seed: int = 0
 ) -> tuple[Verification, int]:
     """One prompt under a policy, a try at a time: (final answer as the SDM layer judges it, tries)."""
     (length,) = lm.check_prompts([prompt])
@@ -57,7 +58,7 @@ def by_hand(
     while True:
         n = len(seen)
         sampling = lm.sampling(temperature=policy.temperature if n else 0.0)
-        seeds = [[policy.seed, number, n] if n else [0, number]]
+        seeds = [[seed, number, n] if n else [seed, number]]
         more: dict[str, Any] = {}
         if n and policy.kind == "reprompt":
             more["contexts"] = [reprompted(lm, prompt, seen[-1].text)]
@@ -88,11 +89,11 @@ def test_a_search_is_its_tries_one_by_one(
     lm: SDMLanguageModel, chat: SDMLanguageModel, kind: str, chatty: bool
 ) -> None:
     lm = chat if chatty else lm
-    policy = SearchPolicy(kind, budget=3, temperature=1.2, seed=7)
+    policy = SearchPolicy(kind, budget=3, temperature=1.2)
     alpha = 0.8 if chatty else 0.85
-    found = lm.generate(PROMPTS[:12], search=policy, alpha=alpha)
+    found = lm.generate(PROMPTS[:12], search=policy, alpha=alpha, seed=7)
     for n, v in enumerate(found):
-        expected, tries = by_hand(lm, PROMPTS[n], n, policy, alpha)
+        expected, tries = by_hand(lm, PROMPTS[n], n, policy, alpha, 7)
         assert key(v) == key(expected)
         assert v.tries == tries
         assert not v.calibrated
@@ -159,7 +160,6 @@ def test_the_refused_answer_is_in_the_prompt(lm: SDMLanguageModel, chat: SDMLang
         ({"budget": 1.5}, "budget is 1.5"),
         ({"temperature": 0}, "needs a temperature above 0"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"seed": -3}, "seed is -3"),
     ],
 )
 def test_policies_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
@@ -223,6 +223,15 @@ def forged(lm: SDMLanguageModel, policy: SearchPolicy, alpha: float = 0.8) -> Se
     )
 
 
+def test_a_conversation_that_fits_only_with_its_prompt_cut(lm: SDMLanguageModel) -> None:
+    """What `_fits` lets through, `generate` can put to the LM, prompts that may be cut included."""
+    encoder = Encoder(lm.tokenizer, lm.tags, lm.encoder.max_length, truncate_prompt=True)
+    cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.facts)
+    policy = SearchPolicy("continue", budget=6, temperature=1.5)
+    found = cut.generate(["abcdefgh" * 5 + "=", "abc="], search=policy, alpha=1.0, max_new_tokens=20, progress=False)
+    assert max(v.tries for v in found) > 2
+
+
 def test_the_summary_of_a_calibration(lm: SDMLanguageModel) -> None:
     facts = summary(dataclasses.replace(forged(lm, HOT), tries=(1, 1, 2, 3)))
     assert facts["policy"] == dataclasses.asdict(HOT)
@@ -234,7 +243,7 @@ def test_a_calibrated_search_is_decided_by_its_own_region(lm: SDMLanguageModel) 
     lm.search_calibrations = (forged(lm, HOT),)
     region = lm.search_calibrations[0].region()
     assert (region.q_min, region.psi) == (30.0, (0.9, 0.9))
-    ours, theirs = lm.generate(PROMPTS, search=HOT), lm.generate(PROMPTS, search=dataclasses.replace(HOT, seed=1))
+    ours, theirs = lm.generate(PROMPTS, search=HOT), lm.generate(PROMPTS, search=dataclasses.replace(HOT, budget=2))
     plain = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts).generate(PROMPTS, search=HOT)
     assert all(v.calibrated for v in ours)
     assert not any(v.calibrated for v in theirs)
@@ -252,7 +261,7 @@ def test_a_calibrated_search_is_decided_by_its_own_region(lm: SDMLanguageModel) 
     lm.feedback("abc=", "abc", True, save=False)
     assert not lm.generate(PROMPTS[0], search=HOT).calibrated
     lm.undo_feedback(save=False)
-    assert lm.generate(PROMPTS[0], search=HOT).calibrated
+    assert lm.generate(PROMPTS[0], search=HOT, seed=9).calibrated  # whatever the seed
 
 
 def test_a_calibration_is_kept_with_the_model(folder: Path, tmp_path: Path) -> None:
@@ -273,6 +282,12 @@ def test_a_calibration_is_kept_with_the_model(folder: Path, tmp_path: Path) -> N
     q_min = first.region().q_min
     share = f"{first.accepted.mean():.1%}"
     assert f"| resample | 3 | 0.8 | {f'{q_min:.4g}' if math.isfinite(q_min) else 'none'} | {share} |" in card
+
+    # Two processes that each calibrate a search lose neither.
+    one, two = SDMLanguageModel.from_pretrained(copied), SDMLanguageModel.from_pretrained(copied)
+    mine = calibrate_search(one, rows, SearchPolicy("resample", 1))
+    yours = calibrate_search(two, rows, SearchPolicy("resample", 2))
+    assert SDMLanguageModel.from_pretrained(copied).search_calibrations == (other, first, mine, yours)
 
     path = copied / "sdm" / "search.json"
     facts = json.loads(path.read_text())

@@ -18,10 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_checks import NAME, PROMPTS, Served, ask, chat, metric, served, trained, wait_until
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
-from sdmlm import Verification
+from sdmlm import SDMLanguageModel, Verification
 from sdmlm.server import app as server_app
+from sdmlm.server.app import make_app
+from sdmlm.server.model import Model
 from sdmlm.server.settings import ServerSettings, Upstream
 from sdmlm.server.web import LINGER_SECONDS, StreamAnswer, _is_local, route_of
 
@@ -261,7 +266,7 @@ def test_search(server: Served, client: Any) -> None:
     v = expected(server, bad, alpha=0.97, search=SearchPolicy(budget=2))
     sdm = {"alpha": 0.97, "on_reject": "search", "budget": 2}
     for stream in (False, True):
-        answer = chat(server.url, bad, sdm=sdm, stream=stream)
+        answer = chat(server.url, bad, sdm=sdm, stream=stream, seed=0)
         choice = (answer.events[-1] if stream else answer.json)["choices"][0]
         assert (choice["sdm"]["text"], choice["sdm"]["tries"]) == (v.text, v.tries)
         assert choice["sdm"]["calibrated"] is False
@@ -604,6 +609,35 @@ def test_keys() -> None:
         wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             wrong.models.list()
+
+
+def test_keys_hold_wherever_the_app_is_mounted() -> None:
+    settings = ServerSettings(api_key="secret")
+    model = Model(SDMLanguageModel.from_pretrained(trained()), NAME, settings)
+    app = make_app(model, settings)
+    for mounted, root in ((Starlette(routes=[Mount("/sdm", app)]), ""), (app, "/sdm")):
+        client = TestClient(mounted, root_path=root)
+        assert client.get("/sdm/v1/models").status_code == 401
+        assert client.get("/sdm/metrics").status_code == 401
+        assert client.get("/sdm/health").status_code == 200
+        assert client.get("/sdm/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+    model.close(20)
+
+
+def test_feedback_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with served(shutil.copytree(trained(), tmp_path / "model")) as server:
+
+        def full(*_: Any) -> None:
+            try:
+                raise OSError(28, "No space left on device")
+            except OSError as error:
+                raise ValueError(f"Could not save to {tmp_path}") from error
+
+        monkeypatch.setattr("sdmlm.feedback.write_artifact", full)
+        answer = ask(server.url, "/v1/feedback", {"prompt": "abc=", "completion": "abc", "label": True})
+        assert (answer.status, answer.error["code"]) == (500, "feedback_not_kept")
+        assert str(tmp_path) not in answer.error["message"]
+        assert "No space left" in answer.error["message"]
 
 
 def test_a_server_for_this_machine_answers_only_to_its_names(server: Served) -> None:

@@ -87,13 +87,6 @@ def test_abstain_and_verify_and_feedback_are_as_ever(pair: tuple[Served, str]) -
     assert ask(front.url, "/v1/verify", {"prompt": "abc=", "completion": "abc"}).json["data"][0]["verdict"] == "Yes"
 
 
-def test_what_the_upstream_refuses_is_the_clients_to_mend(pair: tuple[Served, str]) -> None:
-    front, _ = pair
-    answer = chat(front.url, "ab" * 200)
-    assert (answer.status, answer.error["code"]) == (400, "upstream_refused")
-    assert "context" in answer.error["message"]
-
-
 def test_a_client_that_leaves_is_gone_upstream_too(pair: tuple[Served, str]) -> None:
     front, url = pair
     headers = {"Authorization": "Bearer upstream key"}
@@ -218,6 +211,17 @@ def test_errors_of_the_upstream(
         if expected[0] == 429:
             assert answer.headers["retry-after"] == "7"
     assert ask(front.url, "/health").status == 200
+
+
+def test_a_prompt_that_cannot_be_judged_is_refused_before_the_upstream_is_asked(faked: tuple[Served, Fake]) -> None:
+    front, fake = faked
+    asked: list[Any] = []
+    fake.behave = lambda handler, body: (asked.append(body), reply(handler, 200, said("abc"), {}))
+    answer = chat(front.url, "ab" * 200)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", "messages")
+    assert asked == []
+    assert chat(front.url, "abc=").status == 200
+    assert len(asked) == 1
 
 
 def test_an_upstream_that_is_slow_or_away(faked: tuple[Served, Fake]) -> None:

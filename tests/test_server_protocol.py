@@ -198,6 +198,13 @@ def test_prompts_of_completions(prompt: Any) -> None:
     assert refusal(read_completion, {"prompt": prompt}).param == "prompt"
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_a_number_beyond_all_floats_is_refused_like_any_other(name: str) -> None:
+    assert refusal(read_chat, {**HELLO, name: 10**400}).param == name
+    assert refusal(read_chat, {**HELLO, "sdm": {"alpha": 10**400}}).param == "sdm.alpha"
+    assert refusal(read_chat, {**HELLO, name: float("nan")}).param == name
+
+
 def test_another_model_is_not_found() -> None:
     error = refusal(read_chat, {**HELLO, "model": "gpt-5"})
     assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
@@ -208,7 +215,8 @@ def test_verify_and_feedback() -> None:
     assert read_verify({**body, "sdm": {"alpha": 0.7}}, "tiny") == ([Document("a", "b")], SdmOptions(0.7))
     talk = {**HELLO, "completion": "b"}
     documents, _ = read_verify({"items": [body, talk], "model": "tiny"}, "tiny")
-    assert documents == [Document("a", "b"), Document([{"role": "user", "content": "hello"}], "b")]
+    hello = [{"role": "user", "content": "hello"}]
+    assert documents == [Document("a", "b", "items[0]."), Document(hello, "b", "items[1].")]
     assert read_feedback({**body, "label": False}, "tiny").label is False
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (read_verify, {"prompt": "a"}, "completion"),

@@ -164,7 +164,14 @@ def test_a_prompt_limit_below_the_context(lm: SDMLanguageModel) -> None:
         for request in (asked("abcdefgh=" * 3), asked("abcdefgh=" * 3, sdm=SdmOptions(on_reject="search"))):
             with pytest.raises(ApiError, match="at most 12") as error:
                 await bounded.generate(request)
-            assert error.value.status == 400
+            assert (error.value.status, error.value.param) == (400, "messages")
+        documents = [Document("abc=", "abc"), Document("abcdefgh=" * 3, "abc", "items[1].")]
+        with pytest.raises(ApiError, match="at most 12") as error:
+            await bounded.verify(documents, SdmOptions())
+        assert error.value.param == "items[1].prompt"
+        with pytest.raises(ApiError, match="longer together") as error:
+            await bounded.verify([Document("abc=", "abc" * 100, "items[0].")], SdmOptions())
+        assert error.value.param == "items[0].completion"
         bounded.close(20)
 
     run(work)
@@ -248,8 +255,8 @@ def test_search(tmp_path: Path) -> None:
         return found
 
     async def check(policy: SearchPolicy, sdm: SdmOptions, calibrated: bool) -> list[Any]:
-        judged = await model.generate(asked(*PROMPTS[:8], sdm=sdm))
-        for j, v in zip(judged, answers(PROMPTS[:8], policy, alpha=sdm.alpha), strict=True):
+        judged = await model.generate(asked(*PROMPTS[:8], sdm=sdm, seed=5))
+        for j, v in zip(judged, answers(PROMPTS[:8], policy, alpha=sdm.alpha, seed=5), strict=True):
             same(j.verification, v)
             assert v.calibrated == calibrated
         return judged
@@ -257,6 +264,11 @@ def test_search(tmp_path: Path) -> None:
     async def work() -> None:
         judged = await check(SearchPolicy(), SdmOptions(on_reject="search", alpha=0.97), False)
         assert max(j.verification.tries for j in judged) == 5
+        hopeless = SdmOptions(on_reject="search", alpha=1.0, budget=6)
+        again = [
+            await model.generate(asked(*PROMPTS[:8], sdm=hopeless)) for _ in range(2)
+        ]  # without a seed: other draws
+        assert [j.verification.text for j in again[0]] != [j.verification.text for j in again[1]]
         await check(SearchPolicy(budget=2), SdmOptions(on_reject="search", alpha=0.97, budget=2), False)
         policy = SearchPolicy("reprompt", 3)
         calibration = calibrate_search(lm, calibration_rows(), policy, progress=False)

@@ -94,6 +94,30 @@ def read_artifact(
     return config, tensors, texts
 
 
+@contextlib.contextmanager
+def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Whether the folder is ours for the time being, among processes that ask. The lock goes with the process.
+
+    Where somebody else has it: waits, or without `wait` says no.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        yield True
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
 def write_text_atomically(path: str | Path, text: str) -> None:
     """Replace a text file in one step; an OSError (a full disk, say) leaves the old one."""
     path = Path(path)

@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ _MANY = 4  # with more classes than this, tables for people show the worst cell 
 class Cell:
     """One group of points: n admitted, n/|D|, their accuracy, and its bootstrap interval.
 
-    accuracy is None where nothing was admitted ("all rejected"); low and high also without a bootstrap.
+    accuracy is None where nothing was admitted ("all rejected"); low and high also without a bootstrap. `empty`: there was
+    nothing to admit or reject. `rejected`: over several seeds, in how many of them all was rejected, as in "2/3".
     """
 
     n: int
@@ -36,6 +37,8 @@ class Cell:
     accuracy: float | None
     low: float | None = None
     high: float | None = None
+    empty: bool = False
+    rejected: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,17 @@ def selective_metrics(
     total, correct = len(y), (y == y_hat)[admitted]
 
     def cells(groups: NDArray[np.int64], n_groups: int) -> tuple[Cell, ...]:
-        """One cell per group; `groups` (n,) are those of the admitted points."""
-        counts = np.bincount(2 * groups + correct, minlength=2 * n_groups)  # wrong and right of each group in turn
+        """One cell per group; `groups` (n,) are those of all points."""
+        sizes = np.bincount(groups, minlength=n_groups)
+        counts = np.bincount(2 * groups[admitted] + correct, minlength=2 * n_groups)  # wrong, right of each group
         wrong, right = counts[0::2], counts[1::2]
         bounds = _intervals(counts, total, bootstrap, seed)
         return tuple(
-            Cell(int(n), float(n / total), float(r / n) if n else None, *bound)
-            for n, r, bound in zip(wrong + right, right, bounds, strict=True)
+            Cell(int(n), float(n / total), float(r / n) if n else None, low, high, bool(size == 0))
+            for n, r, (low, high), size in zip(wrong + right, right, bounds, sizes, strict=True)
         )
 
-    overall = cells(np.zeros(len(correct), dtype=np.int64), 1)[0]
-    return SelectiveMetrics(cells(y[admitted], n_classes), cells(y_hat[admitted], n_classes), overall)
+    return SelectiveMetrics(cells(y, n_classes), cells(y_hat, n_classes), cells(np.zeros_like(y), 1)[0])
 
 
 def _intervals(counts: NDArray[np.int64], total: int, bootstrap: int, seed: int) -> list[list[float | None]]:
@@ -130,7 +133,7 @@ class Table:
         """Everything as plain values; None (null) where nothing was admitted."""
 
         def named(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-            return [{"class": name, **asdict(cell)} for name, cell in zip(self.class_names, cells, strict=True)]
+            return [{"class": name, **_numbers(cell)} for name, cell in zip(self.class_names, cells, strict=True)]
 
         rows = [
             {
@@ -139,7 +142,7 @@ class Table:
                 "estimator": row.estimator,
                 "class_conditional": named(row.metrics.class_conditional),
                 "prediction_conditional": named(row.metrics.prediction_conditional),
-                "marginal": asdict(row.metrics.marginal),
+                "marginal": _numbers(row.metrics.marginal),
             }
             for row in self.rows
         ]
@@ -183,8 +186,8 @@ class Table:
             cells = [latex_escape(name) for name in (row.dataset, row.model, row.estimator)]
             for prefix, cell in self._shown(row.metrics):
                 color = "belowalpha" if self._below(cell) else "reachesalpha"
-                share = rounded(cell.share).replace("<", "$<$")
-                cells += [rf"\colorbox{{{color}}}{{{latex_escape(prefix)}{_accuracy(cell)}}}", share]
+                shown, share = f"{latex_escape(prefix)}{_accuracy(cell)}", rounded(cell.share).replace("<", "$<$")
+                cells += [shown if cell.empty else rf"\colorbox{{{color}}}{{{shown}}}", share]
             lines.append(" & ".join(cells) + r" \\")
         caption = (
             rf"Accuracy among the admitted, and their share, at $\alpha={self.alpha:g}$. R: all rejected, which is "
@@ -207,7 +210,7 @@ class Table:
 
     def rich(self) -> RichTable:
         """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""
-        caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. R: all rejected."
+        caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. R: all rejected (R2/3: in 2 of 3 seeds)."
         table = RichTable(caption=caption, box=box.SIMPLE_HEAD, padding=0)
         table.add_column("Estimator", no_wrap=True)
         for column in self._columns("y", "ŷ"):
@@ -247,8 +250,14 @@ class Table:
         return cell.accuracy is not None and cell.accuracy < self.alpha
 
 
+def _numbers(cell: Cell) -> dict[str, Any]:
+    return {name: getattr(cell, name) for name in ("n", "share", "accuracy", "low", "high")}
+
+
 def _accuracy(cell: Cell) -> str:
-    return "R" if cell.accuracy is None else f"{cell.accuracy:.2f}"
+    if cell.accuracy is None:
+        return "-" if cell.empty else "R"
+    return f"{cell.accuracy:.2f}" + (f" R{cell.rejected}" if cell.rejected else "")
 
 
 def rounded(share: float) -> str:

@@ -38,6 +38,10 @@ class FeedbackLog:
     items: tuple[Feedback, ...] = ()
     next: int = 1
 
+    def same(self, other: FeedbackLog) -> bool:
+        """Whether both hold the same documents."""
+        return (self.next, [i.id for i in self.items]) == (other.next, [i.id for i in other.items])
+
     def added(self, text: str, label: int, h: Tensor) -> FeedbackLog:
         """With one more at its end."""
         item = Feedback(f"feedback:{self.next}", text, label, h.float().cpu())

@@ -170,28 +170,48 @@ def layer_metrics(estimator: SDMEstimator) -> dict[str, float]:
     return out
 
 
+TRAINING_FACTS = (
+    "loss", "hard_negatives", "gamma_plus", "gamma_gen", "gamma_diversity", "learning_rate", "num_train_epochs", "seed",
+    "alpha",
+)  # fmt: skip
+
+
 def save_final_layer(
-    folder: Path, estimator: SDMEstimator, weights: Mapping[str, Tensor], encoder: Encoder, args: SDMConfig
+    folder: Path,
+    estimator: SDMEstimator,
+    weights: Mapping[str, Tensor],
+    encoder: Encoder,
+    args: SDMConfig,
+    fine_tuned: bool = True,
+    data: Mapping[str, Any] | None = None,
 ) -> None:
-    """`sdm/`: the estimator, and how documents are put to the model it was fitted over."""
-    tags = encoder.tags
+    """`sdm/`: the estimator, and how documents are put to the model it was fitted over.
+
+    `fine_tuned`: whether `args` is how the model was trained; otherwise what the layer before said of that is kept, if it was
+    fitted over these weights. `data`: the rows of the layer, where they are not those of the training run.
+    """
+    tags, same = encoder.tags, fingerprint(weights)
+    training = {name: getattr(args, name) for name in TRAINING_FACTS} if fine_tuned else _training_before(folder, same)
     facts = {
         "format_version": 1,
         "sdmlm_version": __version__,
-        "fingerprint": fingerprint(weights),
+        "fingerprint": same,
         "tags": {name: getattr(tags, name) for name in ("open", "close", "yes", "no", "separator")},
         "max_length": encoder.max_length,
         "truncate_prompt": encoder.truncate_prompt,
         "max_new_tokens": args.max_new_tokens,
-        "training": {
-            name: getattr(args, name)
-            for name in (
-                "loss", "hard_negatives", "gamma_plus", "gamma_gen", "gamma_diversity", "learning_rate", "num_train_epochs",
-                "seed", "alpha",
-            )
-        },
-    }  # fmt: skip
+        "training": training,
+        "calibrated": None if data is None else dict(data),
+    }
     write_final_layer(folder, estimator, facts)
+
+
+def _training_before(folder: Path, fingerprint: str) -> dict[str, Any] | None:
+    try:
+        facts = json.loads((folder / LM_FILE).read_text(encoding="utf-8"))
+        return dict(facts["training"]) if facts["fingerprint"] == fingerprint else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_final_layer(folder: Path, estimator: SDMEstimator, facts: Mapping[str, Any]) -> None:

@@ -7,10 +7,11 @@ answer came about, it is judged as an answer to the prompt that was asked, so `v
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import locked, write_text_atomically
 from sdmlm.encoding import Encoder, Messages, VerificationTags, completion_text
 from sdmlm.estimator import SDMEstimator
 from sdmlm.explain import Exemplar, exemplars_of, reason
@@ -74,7 +75,7 @@ class SDMLanguageModel:
         self.alpha = estimator.alpha_
         self.estimator = self._fitted = estimator  # the second stays as it was fitted, without feedback
         self.search_calibrations: tuple[SearchCalibration, ...] = ()
-        self._feedback = FeedbackLog()
+        self._feedback = self._stored_feedback = FeedbackLog()  # as used here, and as last seen on disk
         self._digest: tuple[SDMEstimator, str] | None = None
 
     @property
@@ -393,15 +394,17 @@ class SDMLanguageModel:
         length = self._check_prompt(prompt, "The prompt")
         answer = self._given(0, prompt, length, completion)
         h = self.summaries([answer], progress=False)[0]
-        log = self._feedback.added(self.encoder.decode(answer.ids), y, h)
-        self._use(log, save)
+        with self._latest_feedback(save) as known:
+            log = known.added(self.encoder.decode(answer.ids), y, h)
+            self._use(log, save)
         return log.items[-1].id
 
     def undo_feedback(self, id: str | None = None, *, save: bool = True) -> str:
         """Take one feedback back (default: the latest), also after a reload; returns its id."""
         self._check_save(save)
-        log, gone = self._feedback.without(id)
-        self._use(log, save)
+        with self._latest_feedback(save) as known:
+            log, gone = known.without(id)
+            self._use(log, save)
         return gone.id
 
     @property
@@ -409,10 +412,30 @@ class SDMLanguageModel:
         """Ids of the feedback in the support, oldest first."""
         return [item.id for item in self._feedback.items]
 
+    @contextlib.contextmanager
+    def _latest_feedback(self, save: bool) -> Iterator[FeedbackLog]:
+        """All feedback so far. To save more, that of other processes in this folder too, which wait meanwhile."""
+        if not save or self.folder is None:
+            yield self._feedback
+            return
+        sdm = self.folder / SDM_FOLDER
+        with locked(sdm):
+            stored = load_feedback(sdm, self.facts["fingerprint"])
+            if stored.same(self._stored_feedback):
+                yield self._feedback
+            elif self._feedback.same(self._stored_feedback):
+                yield stored
+            else:
+                raise ValueError(
+                    f"The feedback in {sdm} was changed by another process, and this one holds some that was not saved: "
+                    "open the model again."
+                )
+
     def _use(self, log: FeedbackLog, save: bool) -> None:
         estimator = with_feedback(self._fitted, log.items)  # all at once, as after a reload: the same to the last bit
         if save and self.folder is not None:  # first: where it cannot be kept, nothing changes
             save_feedback(self.folder / SDM_FOLDER, log, self.facts["fingerprint"])
+            self._stored_feedback = log
         self._feedback, self.estimator = log, estimator
 
     def _label(self, label: Any) -> int:
@@ -474,7 +497,7 @@ class SDMLanguageModel:
             )
         self = cls(model, tokenizer, Encoder(tokenizer, tags, max_length, truncate_prompt), estimator, facts)
         self.folder = folder if own else None
-        self._feedback = load_feedback(sdm, expected)
+        self._feedback = self._stored_feedback = load_feedback(sdm, expected)
         self.estimator = with_feedback(estimator, self._feedback.items)
         self.search_calibrations = load_searches(sdm)
         return self
@@ -485,11 +508,11 @@ class SDMLanguageModel:
         Into the folder that the model came from, the weights are not written again.
         """
         self._save(Path(folder), Path(folder).name)
-        self.folder = Path(folder)
+        self.folder, self._stored_feedback = Path(folder), self._feedback
 
     def _save(self, folder: Path, name: str) -> None:
         """`name` is what the card calls the model."""
-        from sdmlm.model_card import model_card
+        from sdmlm.model_card import WRITTEN_BY, model_card
         from sdmlm.search import save_searches
 
         if folder.exists() and not folder.is_dir():
@@ -504,7 +527,9 @@ class SDMLanguageModel:
         save_searches(sdm, self.search_calibrations)
         if self.folder is not None and (self.folder / RECORD).exists() and not (folder / RECORD).exists():
             shutil.copy(self.folder / RECORD, folder / RECORD)  # what `sdmlm train` has written down about its data
-        write_text_atomically(folder / "README.md", model_card(self, name))
+        card = folder / "README.md"
+        if not card.exists() or WRITTEN_BY in card.read_text(encoding="utf-8", errors="replace"):  # not somebody else's
+            write_text_atomically(card, model_card(self, name))
 
     def push_to_hub(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from sdmlm import __version__
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
 
+WRITTEN_BY = "Written by sdmlm"  # a card of ours may be replaced
 ALPHAS = (0.8, 0.9, 0.95, 0.99)
 
 HEAD = """\
@@ -59,7 +61,7 @@ def model_card(lm: SDMLanguageModel, name: str) -> str:
     """The card of a model of this name, as Markdown."""
     head = HEAD.format(yes=lm.tags.yes, no=lm.tags.no, name=name)
     parts = [head, _layer(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
-    return "\n".join(part for part in parts if part) + f"\nWritten by sdmlm {__version__}.\n"
+    return "\n".join(part for part in parts if part) + f"\n{WRITTEN_BY} {__version__}.\n"
 
 
 def _layer(lm: SDMLanguageModel) -> str:
@@ -119,10 +121,11 @@ def _layer(lm: SDMLanguageModel) -> str:
 
 
 def _searches(lm: SDMLanguageModel) -> str:
-    if not lm.search_calibrations:
+    apply = [c for c in lm.search_calibrations if c.estimator == lm.digest()]
+    if not apply:
         return ""
     rows = []
-    for c in lm.search_calibrations:
+    for c in apply:
         accepted = c.accepted
         right = [label == y for label, y in zip(c.labels, c.predictions, strict=True)]
         both = sum(bool(a) and r for a, r in zip(accepted, right, strict=True))
@@ -152,14 +155,14 @@ def _data(lm: SDMLanguageModel) -> str:
 
 
 def _sources(lm: SDMLanguageModel) -> dict[str, dict[str, Any]]:
-    """Where the rows came from, as `sdmlm train` recorded it."""
-    if lm.folder is None:
-        return {}
-    try:
-        data = json.loads((lm.folder / "training.json").read_text(encoding="utf-8"))["data"]
-        return {str(name): dict(source) for name, source in data.items() if source}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    """Where the rows came from, as `sdmlm train` recorded it, and `sdmlm calibrate` after it."""
+    known: dict[str, dict[str, Any]] = {}
+    if lm.folder is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            data = json.loads((lm.folder / "training.json").read_text(encoding="utf-8"))["data"]
+            known = {str(name): dict(source) for name, source in data.items() if source}
+    calibrated = lm.facts.get("calibrated")
+    return known | {"calibration": dict(calibrated)} if calibrated else known
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -90,10 +90,11 @@ def generate(
         raise ValueError("Sampling at a temperature needs one seed per prompt.")
     if rooms is None or not encoder.truncate_prompt:
         rooms = [max_new_tokens if encoder.truncate_prompt else 1] * len(prompts)
-    if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
-        rooms = [max(1, min(room, encoder.max_length - encoder.suffix_length - 2)) for room in rooms]
     names = range(len(prompts)) if rows is None else rows
     given = [encoder.continuation(text) for text in begun] if begun is not None else [[] for _ in prompts]
+    if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
+        left = encoder.max_length - encoder.suffix_length - 2
+        rooms = [max(1, min(room, left - len(start))) for room, start in zip(rooms, given, strict=True)]
     ids = [
         encoder.encode_prompt(prompt, room + len(start), row) + start
         for prompt, room, row, start in zip(prompts, rooms, names, given, strict=True)

@@ -217,11 +217,19 @@ def read_evaluation(path: Path) -> tuple[Evaluation, dict[str, Any]]:
 def read_runs(folder: str | Path) -> list[Run]:
     """All runs below a folder of `sdmlm replicate` that have been evaluated on something."""
     runs = []
+    sources: dict[tuple[str, str], tuple[str, Path]] = {}
     for home in sorted(Path(folder).glob("*/seed-*")):
         found = {path.stem: read_evaluation(path) for path in sorted((home / EVALUATIONS).glob("*.json"))}
         if not found:
             continue
         facts = next(iter(found.values()))[1]
+        for test, (_, own) in found.items():
+            rows = str(own.get("rows_sha256"))
+            known, where = sources.setdefault((str(own.get("family")), test), (rows, home))
+            if known != rows:
+                raise ValueError(
+                    f"{where} and {home} were evaluated on different rows of {test}: keep them in two folders."
+                )
         try:
             history = json.loads((home / "training.json").read_text(encoding="utf-8"))["log_history"]
             names = {name: facts[name] for name in ("family", "setting", "label", "seed")}

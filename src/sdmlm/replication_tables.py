@@ -179,9 +179,11 @@ class Tables:
 
     def full(self) -> Table:
         """The class- and prediction-conditional table; over several seeds the cells are means."""
-        rows = []
-        for line in self.of("full"):
-            cells = [_mean_cell(line, group) for group in _GROUPS]
+        rows, lines = [], self.of("full")
+        whole = {(line.family, line.setting, line.dataset): line for line in lines if line.estimator == "no-reject"}
+        for line in lines:
+            points = whole[line.family, line.setting, line.dataset].quantities
+            cells = [_mean_cell(line, group, not points[f"{group} n"].mean) for group in _GROUPS]
             metrics = SelectiveMetrics((cells[0], cells[1]), (cells[2], cells[3]), cells[4])
             rows.append(Row(line.dataset, line.model, line.estimator, metrics))
         return Table(rows, self.alpha, ["0", "1"])
@@ -271,10 +273,13 @@ def _latex_number(text: str) -> str:
     return latex_escape(text).replace("±", r"$\pm$").replace("∞", r"$\infty$").replace(r"\textless{}", "$<$")
 
 
-def _mean_cell(line: Line, group: str) -> Cell:
+def _mean_cell(line: Line, group: str, empty: bool) -> Cell:
     accuracy, share, n = (line.quantities[f"{group} {what}"] for what in ("accuracy", "share", "n"))
     interval = accuracy.intervals[0] if len(line.seeds) == 1 else None
-    return Cell(round(n.mean or 0), share.mean or 0.0, accuracy.mean, *(interval or (None, None)))
+    missing = sum(value is None for value in accuracy.values)
+    rejected = f"{missing}/{len(line.seeds)}" if missing and accuracy.known else ""
+    low, high = interval or (None, None)
+    return Cell(round(n.mean or 0), share.mean or 0.0, accuracy.mean, low, high, empty, rejected)
 
 
 def tables(runs: Sequence[Run], bootstrap: int = BOOTSTRAP, seed: int = 0) -> Tables:

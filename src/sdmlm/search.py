@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import locked, write_text_atomically
 from sdmlm.encoding import Encoder, check_rows
 from sdmlm.final_layer import SDM_FOLDER
 from sdmlm.region import HighReliabilityRegion, check_alpha, find_region, membership
@@ -47,19 +47,17 @@ class SearchPolicy:
     kind: "resample" draws another answer; "reprompt" starts over with the refused answer in the prompt; "continue" goes
     on generating after the refused answer and `<verified>No</verified>`. budget: further tries a prompt, at most. The search
     stops at the first verified answer; where there is none, the answer with the highest SDM output for Yes is returned, the
-    earliest of equals. temperature and seed: of the further tries.
+    earliest of equals. temperature: of the further tries; their chance comes from the seed of the call.
     """
 
     kind: str = "resample"
     budget: int = 4
     temperature: float = 0.7
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"A search is one of {', '.join(KINDS)}, not {self.kind!r}.")
         check_whole("budget", self.budget, 0)
-        check_whole("seed", self.seed, 0)
         Sampling(1, self.temperature)
         if self.kind == "resample" and self.temperature == 0:
             raise ValueError("resample needs a temperature above 0: greedy answers to a prompt are all the same.")
@@ -173,7 +171,7 @@ def run_search(
         if attempt == 0:
             seeds, how = [[seed, n] for n in still], sampling
         else:
-            seeds = [[policy.seed, n, attempt] for n in still]
+            seeds = [[seed, n, attempt] for n in still]
             how = dataclasses.replace(sampling, temperature=policy.temperature)
         contexts: list[Prompt] | None = None
         start: list[str] | None = None
@@ -305,11 +303,16 @@ def calibrate_search(
         tuple((float(no), float(yes)) for no, yes in scores.p),
         tuple(found.tries),
     )
-    others = [c for c in lm.search_calibrations if not c.matches(policy, alpha, sampling, calibration.estimator)]
-    searches = (*others, calibration)
+
+    def joined(known: Sequence[SearchCalibration]) -> tuple[SearchCalibration, ...]:
+        others = (c for c in known if not c.matches(policy, alpha, sampling, calibration.estimator))
+        return (*others, calibration)
+
     if save and lm.folder is not None:
-        save_searches(lm.folder / SDM_FOLDER, searches)
-    lm.search_calibrations = searches
+        sdm = lm.folder / SDM_FOLDER
+        with locked(sdm):  # another process may have calibrated another search meanwhile
+            save_searches(sdm, joined(load_searches(sdm)))
+    lm.search_calibrations = joined(lm.search_calibrations)
     return calibration
 
 

@@ -17,8 +17,8 @@ from sdmlm.region import HighReliabilityRegion, membership
 from sdmlm.scores import Scores
 
 # What two passes of an LM over the same document (with a cache, in another batch) may change, in float32: of an SDM output,
-# and of q' as a share of it.
-_NOISE, _NOISE_Q = 1e-5, 1e-4
+# there also as a share of what is missing to 1, and of q' as a share of it.
+_NOISE, _NOISE_REST, _NOISE_Q = 1e-5, 1e-2, 1e-4
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def widened(region: HighReliabilityRegion) -> HighReliabilityRegion:
     Its thresholds are outputs of calibration documents. When such a document is read again, its output differs in the last
     digits, and would lie on either side of itself.
     """
-    psi = tuple(value - _NOISE for value in region.psi)
+    psi = tuple(value - min(_NOISE, _NOISE_REST * max(0.0, 1 - value)) for value in region.psi)
     return HighReliabilityRegion(region.alpha, region.q_min * (1 - _NOISE_Q), psi)
 
 

@@ -82,14 +82,14 @@ def _calibrate(args: argparse.Namespace) -> None:
     if not is_main():
         return
     weights = inner_lm(model).state_dict()
+    source = {"source": data.source, "sha256": data.sha256, "rows": len(data)}
     if args.output is None:
-        save_final_layer(target / SDM_FOLDER, estimator, weights, encoder, config)
+        save_final_layer(target / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
     else:
         with whole_folder(target) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-            save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config)
-    source = {"source": data.source, "sha256": data.sha256, "rows": len(data)}
+            save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
     facts = {"output": str(target), "model": args.model, "data": source, **layer_facts(estimator, config)}
     if args.json:
         common.print_json(facts)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.commands import common
 from sdmlm.commands.calibrate import REWARD_HELP, one_voice
 from sdmlm.commands.generate import add_model, add_writing, load, policy
+from sdmlm.commands.plan import RECORD, halves
 
 if TYPE_CHECKING:
     from sdmlm.search import SearchCalibration
@@ -46,7 +49,8 @@ def _run(args: argparse.Namespace) -> None:
     search = policy(args)
     assert search is not None  # the option is required
     lm = load(args)
-    rows = read_preferences(args.data, lm.tags).rows
+    data = read_preferences(args.data, lm.tags)
+    rows = held_out(data.rows, data.sha256, Path(args.model))
     with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
         found = calibrate_search(
             lm,
@@ -76,6 +80,17 @@ def _run(args: argparse.Namespace) -> None:
     if not facts["accepted"]:
         common.warn("no final answer lies in the region, so this search will have none accepted: try a lower --alpha.")
     out.print(f"Written: {args.model}/sdm/search.json. sdmlm generate --search and sdmlm serve use it.", markup=False)
+
+
+def held_out(rows: list[dict[str, Any]], sha256: str | None, model: Path) -> list[dict[str, Any]]:
+    """The calibration half of a file that `sdmlm train` split into two; all rows of any other file."""
+    try:
+        record = json.loads((model / RECORD).read_text(encoding="utf-8"))
+        train, calibration = record["data"]["train"], record["data"]["calibration"]
+        split = train["sha256"] == calibration["sha256"] == sha256 and calibration["used"] < calibration["rows"]
+        return halves(rows, int(record["config"]["seed"]))[1] if split else rows
+    except (OSError, ValueError, KeyError, TypeError):
+        return rows
 
 
 def summary(found: SearchCalibration) -> dict[str, Any]:

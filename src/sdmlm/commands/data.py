@@ -104,7 +104,7 @@ def read_sentences(source: str) -> list[str]:
     if path.is_file():
         content = path.read_bytes()
         try:
-            lines = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
+            lines = [line.strip() for line in content.decode("utf-8-sig").split("\n")]
         except UnicodeDecodeError as error:
             raise ValueError(f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
         lines = [line for line in lines if line]

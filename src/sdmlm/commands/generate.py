@@ -78,11 +78,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Generate, write, show."""
     common.check_output_file(args.output, ".jsonl")
-    prompts = read_prompts(args.prompts)
+    rows = read_prompts(args.prompts)
     options = writing(args)
     lm = load(args)
-    found = lm.generate(prompts, alpha=args.alpha, neighbors=args.neighbors, **options)
-    show(args, [{"prompt": prompt} for prompt in prompts], found)
+    found = lm.generate([row["prompt"] for row in rows], alpha=args.alpha, neighbors=args.neighbors, **options)
+    show(args, rows, found)
 
 
 def writing(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def policy(args: argparse.Namespace) -> SearchPolicy | None:
         return None
     from sdmlm.search import SearchPolicy
 
-    return SearchPolicy(args.search, args.budget, seed=args.seed)
+    return SearchPolicy(args.search, args.budget)
 
 
 def load(args: argparse.Namespace) -> SDMLanguageModel:
@@ -113,14 +113,14 @@ def load(args: argparse.Namespace) -> SDMLanguageModel:
 # In
 
 
-def read_prompts(source: str) -> list[Any]:
-    """Prompts of a .txt or .jsonl file, or of stdin, which is JSON lines if it begins with a brace."""
+def read_prompts(source: str) -> list[dict[str, Any]]:
+    """Rows with a prompt from a .txt or .jsonl file, or from stdin, which is JSON lines if it begins with a brace."""
     text = read_text(source)
     if source.endswith(".jsonl") or (source == "-" and text.lstrip().startswith("{")):
-        return [row["prompt"] for row in parse_objects(text, source, ("prompt",))]
+        return parse_objects(text, source, ("prompt",))
     if source != "-" and not source.endswith(".txt"):
         raise ValueError(f"{source} is of an unknown kind: prompts are read from .txt or .jsonl files, or from -.")
-    prompts = [line for line in text.splitlines() if line.strip()]
+    prompts = [{"prompt": line} for each in text.split("\n") if (line := each.removesuffix("\r")).strip()]
     if not prompts:
         raise ValueError(f"{name_of(source)} is empty: it holds no prompts.")
     return prompts
@@ -167,7 +167,7 @@ def name_of(source: str) -> str:
 
 
 def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], found: Sequence[Verification]) -> None:
-    """Write and print answers; `rows` are the fields that come first in each JSON object."""
+    """Write and print answers; each JSON object begins with the fields of its row, except those that are ours."""
     from sdmlm.artifacts import write_text_atomically
 
     lines = [common.to_json({**row, **v.to_dict()}) for row, v in zip(rows, found, strict=True)]

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,14 +88,17 @@ def run(args: argparse.Namespace) -> None:
     """Everything is checked before the first run begins."""
     with calibrate.one_voice():
         calibrate.require_transformers()
+        from sdmlm.artifacts import locked
+
         jobs = _jobs(args)
         _check(jobs)
+        _check_alphas(jobs, args.output)
         if args.dry_run:
             _show_plan(args, jobs)
             return
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         for n, job in enumerate(jobs, start=1):
-            with _locked(job.folder) if calibrate.is_main() else contextlib.nullcontext(True) as ours:
+            with locked(job.folder, wait=False) if calibrate.is_main() else contextlib.nullcontext(True) as ours:
                 if not ours and not alone:
                     raise ValueError(f"{job.folder} is being worked on by another process: wait for it.")
                 if not ours:
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
         if not alone:
             for n, job in enumerate(jobs, start=1):
                 _evaluate(job, f"[{n}/{len(jobs)}] {job.name}")
-        _report(args)
+        _report(args, jobs)
 
 
 # What there is to do
@@ -213,6 +216,18 @@ def _check(jobs: list[Job]) -> None:
         check_draws(config, *seen[key])
 
 
+def _check_alphas(jobs: Sequence[Job], output: str) -> None:
+    """Refuse different alphas before hours of work: the tables stand at one."""
+    from sdmlm.replication import read_runs
+
+    alphas = {run.alpha for run in read_runs(output)} | {
+        float(job.settings.get("alpha", recipe.field_default("alpha"))) for job in jobs
+    }
+    if len(alphas) > 1:
+        shown = " and ".join(f"{alpha:g}" for alpha in sorted(alphas))
+        raise ValueError(f"The runs in {output} would have alpha {shown}: one folder of tables needs one alpha.")
+
+
 def _check_same(job: Job, record: dict[str, Any]) -> None:
     """Refuse to go on with a run of other settings or other rows."""
     name = _difference(record["settings"], job.settings)
@@ -285,24 +300,6 @@ def _show_plan(args: argparse.Namespace, jobs: list[Job]) -> None:
 # Running
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether the folder of a run is ours for the time being. The lock goes with the process, however it ends."""
-    import fcntl  # not on Windows, where the other commands must still work
-
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)
-
-
 def _train(job: Job, title: str) -> None:
     """Fine-tune unless that is done; the checkpoints of a finished run go."""
     record = job.record()
@@ -342,7 +339,7 @@ def _rows(job: Job, test: str) -> PreferenceRows:
     return read_preferences(job.settings["tests"][test])
 
 
-def _report(args: argparse.Namespace) -> None:
+def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """The tables over all that is finished in DIR, also by earlier calls and by other processes."""
     from sdmlm.artifacts import write_text_atomically
     from sdmlm.replication import read_runs
@@ -359,7 +356,9 @@ def _report(args: argparse.Namespace) -> None:
     )
     write_text_atomically(folder / "tables.csv", found.csv())
     write_text_atomically(folder / "tables.tex", found.latex())
-    write_report(folder / "report.html", runs, found)
+    write_report(
+        folder / "report.html", runs, found, published={job.settings["task"] for job in jobs} == {"word_ordering"}
+    )
     if args.json:
         common.print_json(found.json())
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ def run(args: argparse.Namespace) -> None:
         estimator.recalibrate(args.alpha)
     feedback = load_feedback(sdm, facts["fingerprint"])
     estimator = with_feedback(estimator, feedback.items)
-    record, runs = _record(folder), _runs(folder)
-    write_report(output, folder.name, estimator, facts, record, runs, load_searches(sdm), len(feedback.items))
+    digest = estimator.digest()
+    searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
+    record, runs = _record(folder), _runs(folder, hashlib.sha256((sdm / "config.json").read_bytes()).hexdigest())
+    write_report(output, folder.name, estimator, facts, record, runs, searches, len(feedback.items))
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})
         return
@@ -64,8 +67,15 @@ def _record(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: restore it from a copy or remove it.") from error
 
 
-def _runs(folder: Path) -> dict[str, Any]:
-    """Evaluations on test sets that `sdmlm replicate` or the demo left, by test set."""
+def _runs(folder: Path, layer: str) -> dict[str, Any]:
+    """Evaluations of this SDM layer on test sets that `sdmlm replicate` or the demo left, by test set."""
     from sdmlm.replication import EVALUATIONS, read_evaluation
 
-    return {path.stem: read_evaluation(path)[0] for path in sorted((folder / EVALUATIONS).glob("*.json"))}
+    found = {}
+    for path in sorted((folder / EVALUATIONS).glob("*.json")):
+        evaluation, facts = read_evaluation(path)
+        if facts.get("sdm_sha256") == layer:
+            found[path.stem] = evaluation
+        else:
+            common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
+    return found

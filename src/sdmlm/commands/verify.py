@@ -34,4 +34,4 @@ def run(args: argparse.Namespace) -> None:
     lm = generate.load(args)
     prompts, completions = ([row[name] for row in rows] for name in ("prompt", "completion"))
     found = lm.verify(prompts, completions, alpha=args.alpha, neighbors=args.neighbors)
-    generate.show(args, [{"prompt": prompt} for prompt in prompts], found)
+    generate.show(args, rows, found)

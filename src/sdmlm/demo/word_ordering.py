@@ -7,6 +7,7 @@ than any they know. The two fine-tunings are `sdmlm train`, side by side, one th
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import os
@@ -121,6 +122,10 @@ def _ready(home: Path) -> Path:
     """An empty folder of our own; what an earlier demo left there goes, anything else stays and is refused."""
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
+    for name in LABELS:
+        sdm = home / name / "sdm"
+        if (sdm / "feedback").exists() or (sdm / "search.json").exists():
+            raise ValueError(f"{home / name} holds feedback or a calibrated search: give another folder with --output.")
     for name in ("data", *LABELS):
         shutil.rmtree(home / name, ignore_errors=True)
     write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
@@ -197,7 +202,10 @@ def _evaluate(
     lm: SDMLanguageModel, home: Path, setting: str, name: str, rows: Sequence[Mapping[str, Any]]
 ) -> Evaluation:
     found = evaluate(lm, word_ordering, rows)
-    facts = {"family": "demo", "setting": setting, "label": LABELS[setting], "seed": SEED, "test": name}
+    facts = {
+        **{"family": "demo", "setting": setting, "label": LABELS[setting], "seed": SEED, "test": name},
+        "sdm_sha256": hashlib.sha256((home / setting / "sdm" / "config.json").read_bytes()).hexdigest(),
+    }
     write_evaluation(evaluation_file(home / setting, name), found, facts)
     return found
 

@@ -31,7 +31,14 @@ def write_report(
 ) -> None:
     """`facts` is sdm/lm.json, `record` training.json (may be empty), `evaluations` are by test set."""
     tags = facts["tags"]
-    run = Run("", name, name, int(facts["training"]["seed"]), dict(evaluations), list(record.get("log_history", ())))
+    run = Run(
+        "",
+        name,
+        name,
+        int((facts["training"] or {}).get("seed", 0)),
+        dict(evaluations),
+        list(record.get("log_history", ())),
+    )
     with matplotlib.rc_context(plots.STYLE):
         more = [
             ("On test sets", _tests(run)) if evaluations else None,
@@ -83,15 +90,15 @@ def _searches(searches: Sequence[SearchCalibration]) -> str:
 
 
 def _made(facts: Mapping[str, Any], record: Mapping[str, Any], feedback: int) -> str:
-    rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in facts["training"].items()]
+    rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in (facts["training"] or {}).items()]
     rows += [[key, json.dumps(facts[key], ensure_ascii=False)] for key in ("tags", "max_length", "max_new_tokens")]
     rows += [["documents added by feedback", str(feedback)], ["written by sdmlm", str(facts["sdmlm_version"])]]
     out = page.table("The SDM layer's settings", ["setting", "value"], rows)
     if record:
-        data = [
-            [part, str(about["source"]), str(about["used"]), about["sha256"][:12]]
-            for part, about in record["data"].items()
-        ]
+        parts = dict(record["data"])
+        if again := facts.get("calibrated"):  # by `sdmlm calibrate`, after the run
+            parts["calibration"] = {**again, "used": again["rows"]}
+        data = [[part, str(p["source"]), str(p["used"]), p["sha256"][:12]] for part, p in parts.items()]
         out += page.table("Rows", ["part", "source", "rows", "SHA-256"], data)
         settings = [[key, json.dumps(value, ensure_ascii=False)] for key, value in record["settings"].items()]
         out += page.table("Settings of the run", ["setting", "value"], settings)

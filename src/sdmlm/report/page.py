@@ -103,8 +103,9 @@ def _worst(cells: Sequence[Cell]) -> Cell:
 
 def _cell(cell: Cell, alpha: float) -> str:
     if cell.accuracy is None:
-        return "all rejected"
-    return f"{'▼ ' if cell.accuracy < alpha else ''}{cell.accuracy:.3f} ({cell.share:.2f})"
+        return "-" if cell.empty else "all rejected"
+    seeds = f", all rejected in {cell.rejected}" if cell.rejected else ""
+    return f"{'▼ ' if cell.accuracy < alpha else ''}{cell.accuracy:.3f} ({cell.share:.2f}){seeds}"
 
 
 _STYLE = """

@@ -32,16 +32,22 @@ def write_report(
     tables: Tables,
     title: str = "SDM language models: replication",
     more: Sequence[tuple[str, str]] = (),
+    published: bool = True,
 ) -> None:
-    """Write the page in one step; `more` are further sections, as (title, HTML)."""
+    """Write the page in one step; `more` are further sections, as (title, HTML). `published`: with the paper's figures,
+    which are about word ordering."""
     with matplotlib.rc_context(plots.STYLE):
         sections = [
             page.section("At a glance", _glance(runs, tables)),
-            page.section("Selective classification", paper_table(tables, "selective", paper.SELECTIVE)),
-            page.section("Generation", paper_table(tables, "generation", paper.GENERATION)),
-            page.section("The final SDM layers", paper_table(tables, "calibration", paper.CALIBRATION)),
+            page.section(
+                "Selective classification", paper_table(tables, "selective", paper.SELECTIVE if published else {})
+            ),
+            page.section("Generation", paper_table(tables, "generation", paper.GENERATION if published else {})),
+            page.section(
+                "The final SDM layers", paper_table(tables, "calibration", paper.CALIBRATION if published else {})
+            ),
             page.section("Over training", _training(runs)),
-            page.section("By class and by prediction", _full(tables)),
+            page.section("By class and by prediction", _full(tables, published)),
             *(page.section(*section) for section in more),
         ]
     page.write_page(path, title, sections)
@@ -70,16 +76,21 @@ def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tupl
     rows = []
     for line, key in zip(lines, keys, strict=True):
         ours = [line.quantities[c.quantity].text(c.digits, c.none) for c in layout.columns]
-        theirs = published.get(key, ("",) * len(heads))
+        theirs = published.get(key, ("",) * len(heads)) if published else ()
         rows.append([*([line.dataset] if line.dataset else []), line.model, *ours, *theirs])
     names = (["dataset"] if any(line.dataset for line in lines) else []) + ["model"]
     seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
-    caption = f"{layout.title}, alpha = {tables.alpha:g}. {layout.caption}{seeds} paper: {paper.MODEL}, as published."
+    caption = f"{layout.title}, alpha = {tables.alpha:g}. {layout.caption}{seeds}"
+    if not published:
+        return page.table(caption, [*names, *heads], rows)
+    caption += f" paper: {paper.MODEL}, word ordering, alpha 0.95, as published."
     return page.table(caption, [*names, *heads, *(f"paper: {head}" for head in heads)], rows)
 
 
-def _full(tables: Tables) -> str:
+def _full(tables: Tables, published: bool) -> str:
     ours = page.comparison("Ours; over several seeds, means", tables.full())
+    if not published:
+        return ours
     heads = ["true 0", "true 1", "predicted 0", "predicted 1", "all"]
     rows = [
         [*key, *(f"{cells[i]} ({cells[i + 1]})" for i in range(0, len(cells), 2))] for key, cells in paper.FULL.items()

@@ -7,7 +7,7 @@ import contextlib
 import mimetypes
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -27,6 +27,7 @@ from sdmlm.server.streaming import AnswerStream
 from sdmlm.server.web import LEFT, ErrorAnswer, Front, JSONAnswer, StreamAnswer, read_body, unless_left
 from sdmlm.server.work import Judged
 
+T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
 TYPES = {
     ".js": "text/javascript; charset=utf-8",
@@ -69,7 +70,7 @@ class Service:
         """Verdicts in time, counted."""
         return self.counted(await self.in_time(self.model.verify(documents, sdm)))
 
-    async def in_time(self, work: Coroutine[Any, Any, list[Judged]]) -> list[Judged]:
+    async def in_time(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of some work, or the error that it takes too long."""
         try:
             return await asyncio.wait_for(work, self.settings.timeout)
@@ -160,14 +161,14 @@ def add_documents(app: FastAPI, service: Service) -> None:
         service.check_feedback()
         with service.at_work():
             given = protocol.read_feedback(await service.body(request), service.model.name)
-            id = await service.model.feedback(given)
+            id = await service.in_time(service.model.feedback(given))
         return JSONAnswer({"id": id, "object": "feedback", "support_size": service.model.info["support_size"]})
 
     @app.delete("/v1/feedback/{id}")
     async def undo(id: str) -> Response:
         service.check_feedback()
         with service.at_work():
-            await service.model.undo_feedback(id)
+            await service.in_time(service.model.undo_feedback(id))
         return JSONAnswer({"id": id, "object": "feedback", "deleted": True})
 
 

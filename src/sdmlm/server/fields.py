@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -80,8 +79,8 @@ def number(body: Body, name: str, low: float, high: float, above: bool = False, 
     value = body.get(name)
     if value is None:
         return None
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= value <= high or (above and value == low):
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not fits or not low <= value <= high or (above and value == low):  # neither NaN nor infinity is in between
         asked = f"above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
         raise refused(where + name, f"'{where}{name}' is {_shown(value)} but must be {asked}.")
     return float(value)

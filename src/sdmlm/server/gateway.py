@@ -43,6 +43,7 @@ class Gateway:
         """Answers to a request, in the order of its choices. `on_text(choice, piece)` hears them as they come."""
         rows = ask.rows()
         self._model.check_rows(len(rows), "n" if ask.n > 1 else "prompt")
+        await self._model.check_prompts(ask.prompts)  # before the upstream is paid for an answer
         tasks = [asyncio.ensure_future(self._row(ask, n, prompt, on_text)) for n, prompt in enumerate(rows)]
         try:
             return [await task for task in tasks]

@@ -11,7 +11,7 @@ from sdmlm.lm import SDMLanguageModel
 from sdmlm.server.engine import Engine
 from sdmlm.server.errors import ApiError, refused
 from sdmlm.server.info import describe
-from sdmlm.server.protocol import Ask, Document, Feedback, SdmOptions
+from sdmlm.server.protocol import Ask, Document, Feedback, Prompt, SdmOptions
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.work import Alone, Judge, Judged, Worker, Write
 
@@ -45,7 +45,7 @@ class Model:
         alpha, neighbors = self._alpha(ask.sdm), ask.sdm.neighbors
         if ask.sdm.on_reject == "search":
             work = self._worker
-            task = Alone(lambda _: work.search(rows, sampling, ask.sdm.budget, seed, alpha, neighbors))
+            task = Alone(lambda _: work.search(rows, sampling, ask.sdm.budget, seed, alpha, neighbors), rows[0])
             (found,) = await self.engine.do([task])
             return list(found)
         return await self.engine.do(
@@ -59,7 +59,11 @@ class Model:
         """Judge answers that somebody wrote."""
         self.check_rows(len(documents), "items")
         alpha = self._alpha(sdm)
-        return await self.engine.do([Judge(d.prompt, d.completion, alpha, sdm.neighbors) for d in documents])
+        return await self.engine.do([Judge(d.prompt, d.completion, alpha, sdm.neighbors, d.where) for d in documents])
+
+    async def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that are too long to be judged."""
+        await self.engine.do([Alone(lambda _: [self._worker.length(p) for p in prompts], prompts[0])])
 
     async def feedback(self, given: Feedback) -> str:
         """A judged document joins the support; returns its id."""
@@ -70,7 +74,7 @@ class Model:
             self.info = describe(lm, self.name)
             return id
 
-        (id,) = await self.engine.do([Alone(add)])
+        (id,) = await self.engine.do([Alone(add, given.document.prompt)])
         return str(id)
 
     async def undo_feedback(self, id: str) -> None:
@@ -106,8 +110,11 @@ def _kept(lm: SDMLanguageModel) -> Iterator[None]:
         raise ApiError(403, said, code="feedback_disabled")
     try:
         yield
-    except OSError as error:
-        said = f"The feedback could not be written: {error.strerror or type(error).__name__}."
+    except (OSError, ValueError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        said = f"The feedback could not be written: {cause.strerror or type(cause).__name__}."
         raise ApiError(500, said, code="feedback_not_kept") from error
 
 

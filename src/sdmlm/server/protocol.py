@@ -105,6 +105,7 @@ class Document:
 
     prompt: Prompt
     completion: str
+    where: str = ""  # before the names of its fields, as in "items[3]."
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,9 @@ def read_document(body: Body, where: str = "") -> Document:
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise refused(f"{where}prompt", f"Give either '{where}prompt' or '{where}messages'.")
     if body.get("prompt") is not None:
-        return Document(fields.text(body, "prompt", where), fields.text(body, "completion", where))
-    return Document(read_messages(body["messages"], f"{where}messages"), fields.text(body, "completion", where))
+        return Document(fields.text(body, "prompt", where), fields.text(body, "completion", where), where)
+    messages = read_messages(body["messages"], f"{where}messages")
+    return Document(messages, fields.text(body, "completion", where), where)
 
 
 def read_messages(messages: Any, name: str) -> list[dict[str, str]]:

@@ -176,7 +176,7 @@ class Front:
             if status == LEFT:  # otherwise something has been sent, and all that can be done is to break off
                 await ErrorAnswer(internal())(scope, receiving, sending)
         finally:
-            self._metrics.request(route_of(scope["path"]), status, time.perf_counter() - start)
+            self._metrics.request(route_of(_route_path(scope)), status, time.perf_counter() - start)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers, key = Headers(scope=scope), self._settings.api_key
@@ -186,7 +186,8 @@ class Front:
             if self._settings.loopback and not _is_local(headers.get("host", "")):
                 return ApiError(421, "This server answers only to localhost.", code="misdirected_request")
             return None
-        if not scope["path"].startswith("/v1/") and scope["path"] != "/metrics":
+        path = _route_path(scope)
+        if path.count("/") == 1 and path != "/metrics":  # the page with its files, and /health
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
@@ -194,6 +195,12 @@ class Front:
             return None
         said = "The API key is wrong." if given else "This server needs an API key: send it as a bearer token."
         return ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _route_path(scope: Scope) -> str:
+    """The path within the app, which may be mounted below another path."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def route_of(path: str) -> str:

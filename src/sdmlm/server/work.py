@@ -55,6 +55,7 @@ class Judge:
     completion: str
     alpha: float
     neighbors: int
+    where: str = field(default="", compare=False)  # before the names of its fields in the request
 
     @property
     def key(self) -> Hashable:
@@ -63,9 +64,10 @@ class Judge:
 
 @dataclass(frozen=True)
 class Alone:
-    """Something else to do with the model, by itself: feedback, or a search."""
+    """Something else to do with the model, by itself: feedback, a search. `prompt` is whose fault a refusal is."""
 
     function: Callable[[SDMLanguageModel], Any]
+    prompt: Prompt = ""
 
     @property
     def key(self) -> Hashable:
@@ -100,9 +102,9 @@ class Worker:
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
         task = jobs[0].task
         if isinstance(task, Alone):
-            return [self._one(task.function, self.lm)]
+            return [self._one(task, task.function, self.lm)]
         run = self._write if isinstance(task, Write) else self._judge
-        results = [self._one(self.length, job.task.prompt) for job in jobs]
+        results = [self._one(job.task, self.length, job.task.prompt) for job in jobs]
         good = [n for n, length in enumerate(results) if isinstance(length, int)]
         found = self._together(run, [jobs[n] for n in good], [results[n] for n in good])
         for n, each in zip(good, found, strict=True):
@@ -123,12 +125,12 @@ class Worker:
                 report(error)
         # What somebody has begun to read cannot begin anew.
         return [
-            internal() if job.heard else self._one(lambda j, n: run([j], [n])[0], job, length)
+            internal() if job.heard else self._one(job.task, lambda j, n: run([j], [n])[0], job, length)
             for job, length in zip(jobs, lengths, strict=True)
         ]
 
-    def _one(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns, or the error to answer with."""
+    def _one(self, task: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns, or the error to answer with, which names the field of the task to mend."""
         try:
             return function(*arguments)
         except Abandoned:
@@ -137,7 +139,7 @@ class Worker:
             return error
         except ValueError as error:
             said = str(error).replace("Prompt 0", "The prompt").replace("Completion 0", "The completion")
-            return refused("prompt", said, "context_length_exceeded" if "context" in said else None)
+            return refused(_field(task, said), said, "context_length_exceeded" if "context" in said else None)
         except Exception as error:
             report(error)
             return internal()
@@ -147,8 +149,9 @@ class Worker:
         (length,) = self.lm.check_prompts([prompt])
         limit = self._max_prompt_tokens
         if limit is not None and length > limit:
-            said = f"The prompt has {length} tokens but this server takes at most {limit}: shorten it."
-            raise refused("prompt", said, "context_length_exceeded")
+            raise ValueError(
+                f"The prompt has {length} tokens but this server takes at most {limit} as context: shorten it."
+            )
         return length
 
     def _write(self, jobs: list[Job], lengths: list[int]) -> list[Judged | None]:
@@ -222,3 +225,9 @@ class Worker:
 
     def _judged(self, verification: Verification) -> Judged:
         return Judged(verification, region_facts(self.lm.estimator.layers_[0].region(verification.alpha)))
+
+
+def _field(task: Any, said: str) -> str:
+    """The client's name for what an error is about."""
+    what = "completion" if "completion" in said else "messages" if isinstance(task.prompt, list) else "prompt"
+    return getattr(task, "where", "") + what

@@ -95,8 +95,8 @@ def make_splits(
     left_out = {"too short": 0, "too long": 0, "duplicate": 0, "too few wrong orders": 0}
     seen: set[str] = set()
 
-    def usable(lines: Iterable[str]) -> list[dict[str, str]]:
-        rows = []
+    def usable(lines: Iterable[str]) -> list[str]:
+        found = []
         for line in lines:
             words = line.split()
             sentence = " ".join(words)
@@ -106,12 +106,11 @@ def make_splits(
                 left_out["duplicate"] += 1
             else:
                 seen.add(sentence)
-                row = make_row(sentence, suffix, seed)
-                if row is None:
+                if make_row(sentence, suffix, seed) is None:
                     left_out["too few wrong orders"] += 1
                 else:
-                    rows.append(row)
-        return rows
+                    found.append(sentence)  # of millions of sentences, a few thousand become rows
+        return found
 
     own = {} if harvard is None else {"harvard": usable(harvard)}  # first: a test sentence must not be trained on
     if own and not own["harvard"]:
@@ -126,16 +125,17 @@ def make_splits(
         )
     random.Random(seed).shuffle(pool)
     # Ties in length are cut at random; what is left keeps the random order.
-    longest = sorted(range(len(pool)), key=lambda i: -len(pool[i]["sentence"].split()))[:shifted]
+    longest = sorted(range(len(pool)), key=lambda i: -len(pool[i].split()))[:shifted]
     apart = set(longest)
-    rest = [row for i, row in enumerate(pool) if i not in apart]
-    rows = {
+    rest = [sentence for i, sentence in enumerate(pool) if i not in apart]
+    parts = {
         "train": rest[:train],
         "calibration": rest[train : train + calibration],
         "test": rest[train + calibration : train + calibration + test],
         "shifted": [pool[i] for i in longest],
     }
-    return Splits({name: part for name, part in rows.items() if part} | own, left_out)
+    made = {name: [make_row(s, suffix, seed) for s in part] for name, part in (parts | own).items() if part}
+    return Splits({name: [row for row in rows if row is not None] for name, rows in made.items()}, left_out)
 
 
 def _check(train: int, calibration: int, test: int, shifted: int, suffix: int, min_words: int, max_words: int) -> None:
