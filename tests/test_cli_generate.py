@@ -134,7 +134,9 @@ def test_search(folder: Path, here: Path, capsys: pytest.CaptureFixture[str], mo
     assert main(calibrate) == 0
     out, err = capsys.readouterr()
     assert "tries a prompt" in unwrapped(out)
-    assert "no final answer lies in the region" in unwrapped(err)
+    assert err == ""
+    assert main([*calibrate, "--alpha", "1"]) == 0
+    assert "no final answer lies in the region" in unwrapped(capsys.readouterr().err)
     assert main(asked) == 0
     out, err = capsys.readouterr()
     assert all(row["calibrated"] for row in lines(out))

@@ -11,13 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-import slow
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.commands.calibrate_search import summary
 from sdmlm.encoding import Encoder
-from sdmlm.search import AGAIN, KINDS, SearchCalibration, SearchPolicy, calibrate_search, reprompted
+from sdmlm.layer import ALPHA_GRID
+from sdmlm.region import HighReliabilityRegion
+from sdmlm.search import (
+    AGAIN,
+    KINDS,
+    SearchCalibration,
+    SearchPolicy,
+    calibrate_search,
+    reprompted,
+    verified_region,
+)
 from sdmlm.verification import Verification
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
@@ -176,7 +187,7 @@ def follows(prompts: list[str], completions: list[str], chosen: list[str], **col
 
 
 @pytest.mark.parametrize("kind", ["resample", "continue"])
-def test_calibration_is_algorithm_1_over_final_answers(lm: SDMLanguageModel, kind: str) -> None:
+def test_calibration_is_over_final_answers(lm: SDMLanguageModel, kind: str) -> None:
     rows, policy = calibration_rows(), SearchPolicy(kind, budget=2, temperature=1.5)
     calibration = calibrate_search(lm, rows, policy, follows, save=False)
     layer = lm.estimator.layers_[0]
@@ -193,22 +204,49 @@ def test_calibration_is_algorithm_1_over_final_answers(lm: SDMLanguageModel, kin
     np.testing.assert_allclose(np.array(calibration.p), p, atol=1e-5)
     np.testing.assert_allclose(calibration.q_prime, [v.q_prime for v, _ in finals], rtol=1e-4)
     for alpha in (0.55, 0.6, 0.7, 0.8, 0.9):
-        q_min, psi = slow.find_region(calibration.q_prime, np.array(calibration.p), labels, alpha)
+        own = layer.region(alpha)
+        finals_at = [(v.q_prime, v.probability_of_yes, y) for (v, _), y in zip(finals, labels, strict=True)]
+        expected = slow_verified_region(finals_at, own.q_min, own.psi[1], alpha)
         region = calibration.region(alpha)
-        assert region.q_min == q_min
-        assert psi is None or region.psi == psi
+        assert region.q_min == pytest.approx(expected, rel=1e-4)
+        assert region.psi == (math.inf, own.psi[1])
     assert calibration.region() is calibration.region(0.8)
-    accepted = calibration.accepted
-    q_min, psi = slow.find_region(calibration.q_prime, np.array(calibration.p), labels, 0.8)
-    if psi is None:
-        assert not accepted.any()
-    else:
-        expected = slow.contains(q_min, psi, calibration.q_prime, np.array(calibration.p), calibration.predictions)
-        assert accepted.tolist() == expected.tolist()
+    yes = [v.verdict == "Yes" and v.q_prime >= (1 - 1e-4) * calibration.region().q_min for v, _ in finals]
+    assert calibration.accepted.tolist() == [
+        a and v.probability_of_yes >= layer.region(0.8).psi[1] - 1e-5 for a, (v, _) in zip(yes, finals, strict=True)
+    ]
+
+
+def slow_verified_region(finals: list[tuple[float, float, int]], q_min: float, psi: float, alpha: float) -> float:
+    """One threshold after the other: `finals` are (q', output for Yes, label)."""
+    inside = [(q, y) for q, yes, y in finals if q >= q_min * (1 - 1e-4) and yes >= psi - 1e-5]
+    for t in sorted({q for q, _ in inside}):
+        labels = [y for q, y in inside if q >= t]
+        if sum(labels) / len(labels) >= alpha:
+            return q_min if len(labels) == len(inside) else t
+    return math.inf
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0.2, 0.7, 0.9, 0.99]), st.integers(0, 1)), max_size=40),
+    st.sampled_from([0.0, 3.0, math.inf]),
+    st.sampled_from([0.6, 0.8, 0.95]),
+)
+def test_the_region_of_a_search(finals: list[tuple[int, float, int]], q_min: float, alpha: float) -> None:
+    q, yes, y = (np.array(c, dtype=float) for c in zip(*finals, strict=True)) if finals else (np.empty(0),) * 3
+    p = np.stack([1 - yes, yes], axis=1)
+    own = HighReliabilityRegion(alpha, q_min, (0.9, 0.8))
+    region = verified_region(q, p, (yes > 0.5).astype(np.int64), y.astype(np.int64), own)
+    assert region.q_min == slow_verified_region([(float(a), b, c) for a, b, c in finals], q_min, 0.8, alpha)
+    assert (region.alpha, region.psi) == (alpha, (math.inf, 0.8))
+    inside = region.contains(q, p, (yes > 0.5).astype(np.int64))
+    assert region.q_min >= q_min  # never easier than for a single answer
+    if inside.any():
+        assert y[inside].mean() >= alpha
 
 
 def forged(lm: SDMLanguageModel, policy: SearchPolicy, alpha: float = 0.8) -> SearchCalibration:
-    """A calibration whose region is known: q'_min 30, psi 0.9 for both."""
+    """A calibration whose region is known: q'_min 31 and psi 0.9 for Yes."""
     return SearchCalibration(
         policy,
         alpha,
@@ -216,10 +254,11 @@ def forged(lm: SDMLanguageModel, policy: SearchPolicy, alpha: float = 0.8) -> Se
         lm.digest(),
         ids=(0, 1, 2, 3),
         labels=(0, 1, 0, 1),
-        predictions=(0, 1, 1, 0),
+        predictions=(0, 1, 1, 1),
         q_prime=(30.0, 31.0, 2.0, 3.0),
-        p=((0.9, 0.1), (0.1, 0.9), (0.2, 0.8), (0.7, 0.3)),
+        p=((0.9, 0.1), (0.1, 0.9), (0.05, 0.95), (0.7, 0.3)),
         tries=(1, 1, 1, 1),
+        regions=tuple(HighReliabilityRegion(a, 2.0, (0.9, 0.9)) for a in sorted({*ALPHA_GRID, alpha})),
     )
 
 
@@ -235,24 +274,23 @@ def test_a_conversation_that_fits_only_with_its_prompt_cut(lm: SDMLanguageModel)
 def test_the_summary_of_a_calibration(lm: SDMLanguageModel) -> None:
     facts = summary(dataclasses.replace(forged(lm, HOT), tries=(1, 1, 2, 3)))
     assert facts["policy"] == dataclasses.asdict(HOT)
-    assert (facts["prompts"], facts["right"], facts["accepted"], facts["verified"]) == (4, 2, 2, 1)
-    assert (facts["tries"], facts["q_min"], facts["psi"]) == (1.75, 30.0, [0.9, 0.9])
+    assert (facts["prompts"], facts["right"], facts["verified"], facts["verified_right"]) == (4, 2, 1, 1)
+    assert (facts["tries"], facts["q_min"], facts["psi"]) == (1.75, 31.0, 0.9)
 
 
 def test_a_calibrated_search_is_decided_by_its_own_region(lm: SDMLanguageModel) -> None:
     lm.search_calibrations = (forged(lm, HOT),)
     region = lm.search_calibrations[0].region()
-    assert (region.q_min, region.psi) == (30.0, (0.9, 0.9))
+    assert (region.q_min, region.psi) == (31.0, (math.inf, 0.9))
     ours, theirs = lm.generate(PROMPTS, search=HOT), lm.generate(PROMPTS, search=dataclasses.replace(HOT, budget=2))
     plain = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts).generate(PROMPTS, search=HOT)
     assert all(v.calibrated for v in ours)
     assert not any(v.calibrated for v in theirs)
     for v, before in zip(ours, plain, strict=True):
         assert (v.text, v.q, v.tries, v.probability) == (before.text, before.q, before.tries, before.probability)
-        assert v.accepted == (v.q_prime >= 30 and v.probability >= 0.9)
+        assert v.accepted == v.verified == (v.q_prime >= 31 and v.probability_of_yes >= 0.9)
         assert "not calibrated" not in v.reason
         assert v.reason.startswith("Accepted" if v.accepted else "Rejected")
-        assert v.highest_alpha is None or v.highest_alpha <= 0.9
     assert any(v.accepted for v in plain)
     assert sum(v.accepted for v in ours) < sum(v.accepted for v in plain)
     # Anything else than the settings that it was made with is not calibrated.

@@ -245,8 +245,9 @@ def test_who_leaves_stops_costing(lm: SDMLanguageModel, slow: Slow, model: Model
     run(work)
 
 
-def test_search(tmp_path: Path) -> None:
+def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = SDMLanguageModel.from_pretrained(shutil.copytree(trained(), tmp_path / "model"))
+    plain = lm.generate
     model = Model(lm, "tiny", ServerSettings())
 
     def answers(prompts: list[str], policy: SearchPolicy, **options: Any) -> list[Verification]:
@@ -264,11 +265,12 @@ def test_search(tmp_path: Path) -> None:
     async def work() -> None:
         judged = await check(SearchPolicy(), SdmOptions(on_reject="search", alpha=0.97), False)
         assert max(j.verification.tries for j in judged) == 5
-        hopeless = SdmOptions(on_reject="search", alpha=1.0, budget=6)
-        again = [
-            await model.generate(asked(*PROMPTS[:8], sdm=hopeless)) for _ in range(2)
-        ]  # without a seed: other draws
-        assert [j.verification.text for j in again[0]] != [j.verification.text for j in again[1]]
+        seeds: list[int] = []
+        monkeypatch.setattr(lm, "generate", lambda *a, **k: seeds.append(k["seed"]) or plain(*a, **k))
+        for _ in range(2):  # without a seed the draws are others
+            await model.generate(asked(PROMPTS[0], sdm=SdmOptions(on_reject="search")))
+        assert len(set(seeds)) == 2
+        monkeypatch.undo()
         await check(SearchPolicy(budget=2), SdmOptions(on_reject="search", alpha=0.97, budget=2), False)
         policy = SearchPolicy("reprompt", 3)
         calibration = calibrate_search(lm, calibration_rows(), policy, progress=False)

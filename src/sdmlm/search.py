@@ -4,14 +4,15 @@ The paper's section on limits proposes it: go on after `<verified>No</verified>`
 prompt, the branching decided by the SDM layer. Every candidate is judged as an answer to the prompt that was asked.
 
 Choosing among candidates changes what "accepted" means: the more tries, the more wrong answers look right by chance. So
-`calibrate_search` runs the policy on the calibration rows and finds the high-reliability region (Algorithm 1) of its final
-answers. Without it a searched answer says `calibrated=False`.
+`calibrate_search` runs the policy on the calibration rows and finds the region of its final answers (`verified_region`).
+Without it a searched answer says `calibrated=False`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 from sdmlm.artifacts import locked, write_text_atomically
 from sdmlm.encoding import Encoder, check_rows
 from sdmlm.final_layer import SDM_FOLDER
-from sdmlm.region import HighReliabilityRegion, check_alpha, find_region, membership
+from sdmlm.layer import ALPHA_GRID
+from sdmlm.region import HighReliabilityRegion, check_alpha, membership
 from sdmlm.rewards import Reward, apply_reward, load_reward
 from sdmlm.scores import Scores
 from sdmlm.verification import Answer, Sampling, Verification, check_whole, decided, widened
@@ -65,10 +67,10 @@ class SearchPolicy:
 
 @dataclass(frozen=True)
 class SearchCalibration:
-    """The final answers of a policy over calibration prompts, with true labels: what Algorithm 1 needs for its region.
+    """The final answers of a policy over calibration prompts, with true labels: what its region is found from.
 
     It holds for the settings it was made with: the policy, the alpha that branching looked at, how the LM writes, and the
-    SDM layer with its support (`estimator`, a digest).
+    SDM layer with its support (`estimator`, a digest). `regions` are that layer's own, by alpha.
     """
 
     policy: SearchPolicy
@@ -81,6 +83,7 @@ class SearchCalibration:
     q_prime: tuple[float, ...]
     p: tuple[tuple[float, float], ...]  # SDM(z')
     tries: tuple[int, ...]
+    regions: tuple[HighReliabilityRegion, ...]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -90,11 +93,12 @@ class SearchCalibration:
         return {}
 
     def region(self, alpha: float | None = None) -> HighReliabilityRegion:
-        """The region of the policy's final answers, at the alpha of its branching unless another is given."""
+        """The region of the policy's final answers, at the alpha of its branching or another of `regions`."""
         alpha = self.alpha if alpha is None else check_alpha(alpha)
         if alpha not in self._regions:
-            p = np.array(self.p).reshape(-1, 2)
-            self._regions[alpha] = find_region(np.array(self.q_prime), p, np.array(self.labels, dtype=np.int64), alpha)
+            own = next(region for region in self.regions if region.alpha == alpha)
+            p, predictions = np.array(self.p).reshape(-1, 2), np.array(self.predictions)
+            self._regions[alpha] = verified_region(np.array(self.q_prime), p, predictions, np.array(self.labels), own)
         return self._regions[alpha]
 
     def deciding(self, alpha: float) -> HighReliabilityRegion:
@@ -105,7 +109,7 @@ class SearchCalibration:
     def accepted(self) -> NDArray[np.bool_]:
         """Which of the final answers are in the region."""
         p = np.array(self.p).reshape(-1, 2)
-        return membership([self.region()], np.array(self.q_prime), p, np.array(self.predictions))[:, 0]
+        return membership([self.deciding(self.alpha)], np.array(self.q_prime), p, np.array(self.predictions))[:, 0]
 
     def matches(self, policy: SearchPolicy, alpha: float, sampling: Sampling, estimator: str) -> bool:
         """Whether it was made with these settings."""
@@ -113,7 +117,8 @@ class SearchCalibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        regions = [[_plain(value) for value in (r.alpha, r.q_min, *r.psi)] for r in self.regions]
+        return {**dataclasses.asdict(self), "regions": regions}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> SearchCalibration:
@@ -126,10 +131,38 @@ class SearchCalibration:
             str(facts["estimator"]),
             **{name: tuple(facts[name]) for name in ("ids", "labels", "predictions", "q_prime", "tries")},
             p=tuple((float(no), float(yes)) for no, yes in facts["p"]),
+            regions=tuple(
+                HighReliabilityRegion(alpha, _number(q_min), (_number(no), _number(yes)))
+                for alpha, q_min, no, yes in facts["regions"]
+            ),
         )
         if len({len(found), *map(len, (found.labels, found.predictions, found.q_prime, found.p, found.tries))}) != 1:
             raise ValueError("its columns differ in length")
         return found
+
+
+def verified_region(
+    q_prime: NDArray[np.float64],
+    p: NDArray[np.float64],
+    predictions: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    own: HighReliabilityRegion,
+) -> HighReliabilityRegion:
+    """The part of the SDM layer's own region where final answers accepted as Yes are right at least alpha of the time.
+
+    Algorithm 1 asks for both true classes, and a search leaves hardly any answer that is known to be wrong: it went on from
+    those. So only the verdict that a search is for is accepted, Yes, and its accuracy is what is asked for: from the smallest
+    q' of such answers on, at or above the q'_min of the layer, from which on it is alpha. No easier than for a single answer.
+    """
+    inside = membership([widened(own)], q_prime, p, predictions)[:, 0] & (predictions == 1)
+    order = np.argsort(q_prime[inside], kind="stable")
+    values, right = q_prime[inside][order], labels[inside][order] == 1
+    first = np.ones(len(values), dtype=bool)
+    first[1:] = values[1:] != values[:-1]
+    accuracy = np.cumsum(right[::-1])[::-1] / np.arange(len(right), 0, -1)
+    good = np.flatnonzero(first & (accuracy >= own.alpha))
+    start = math.inf if not len(good) else own.q_min if good[0] == 0 else float(values[good[0]])
+    return HighReliabilityRegion(own.alpha, start, (math.inf, own.psi[1]))
 
 
 @dataclass(frozen=True)
@@ -270,7 +303,7 @@ def calibrate_search(
     save: bool = True,
     progress: bool = True,
 ) -> SearchCalibration:
-    """Run a policy on calibration prompts and find the region of its final answers.
+    """Run a policy on calibration prompts and find the region of its final answers, `verified_region`.
 
     rows: D_ca, the rows that the model's SDM layer was fitted over, in their order. Only the prompts of its calibration half
     are used: the support holds a document of every other prompt, which an answer to that prompt would find again, as no
@@ -302,6 +335,7 @@ def calibrate_search(
         tuple(scores.q_prime.tolist()),
         tuple((float(no), float(yes)) for no, yes in scores.p),
         tuple(found.tries),
+        tuple(lm.estimator.layers_[0].region(a) for a in sorted({*ALPHA_GRID, alpha})),
     )
 
     def joined(known: Sequence[SearchCalibration]) -> tuple[SearchCalibration, ...]:
@@ -336,6 +370,14 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
             "Every calibration prompt is in the support too, so no row is left to calibrate the search on."
         )
     return kept
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: Any) -> float:
+    return math.inf if value is None else float(value)
 
 
 def _key(prompt: Prompt) -> str:

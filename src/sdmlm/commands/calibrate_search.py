@@ -77,8 +77,11 @@ def _run(args: argparse.Namespace) -> None:
     out.print(
         f"alpha {found.alpha:g}: q'min {common.number(found.region().q_min)}, {share} of the final answers verified."
     )
-    if not facts["accepted"]:
-        common.warn("no final answer lies in the region, so this search will have none accepted: try a lower --alpha.")
+    if not facts["verified"]:
+        common.warn(
+            "no final answer lies in the region, so this search will have none verified: look at the SDM layer first "
+            "(sdmlm report), and try a lower --alpha."
+        )
     out.print(f"Written: {args.model}/sdm/search.json. sdmlm generate --search and sdmlm serve use it.", markup=False)
 
 
@@ -95,15 +98,17 @@ def held_out(rows: list[dict[str, Any]], sha256: str | None, model: Path) -> lis
 
 def summary(found: SearchCalibration) -> dict[str, Any]:
     """What a calibrated search does on its own prompts."""
-    accepted = found.accepted
+    import numpy as np
+
+    accepted = found.accepted  # as Yes: nothing else is
     return {
         "policy": found.to_dict()["policy"],
         "alpha": found.alpha,
         "prompts": len(found),
         "tries": sum(found.tries) / len(found),
         "right": sum(found.labels),
-        "accepted": int(accepted.sum()),
-        "verified": sum(bool(a) and y == 1 for a, y in zip(accepted, found.predictions, strict=True)),
+        "verified": int(accepted.sum()),
+        "verified_right": int((accepted & (np.array(found.labels) == 1)).sum()),
         "q_min": found.region().q_min,
-        "psi": list(found.region().psi),
+        "psi": found.region().psi[1],
     }
