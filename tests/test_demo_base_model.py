@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm.demo import base_model
@@ -37,22 +39,74 @@ def bodies(d: base_model.Document) -> tuple[list[str], list[str]]:
 
 
 def test_no_instruction_reorders_words() -> None:
-    """Whatever is given comes back in its order: an answer repeats it, or goes on where it stops."""
+    """Whatever is given comes back in its order: an answer repeats it, goes on where it stops, or says Yes or No."""
     rng = random.Random(0)
     for make in MIX:
         for _ in range(300):
             d = make(rng)
-            given, answered = bodies(d)
+            quoted, answered = bodies(d)
             if make is base_model.plain:
                 assert d.prompt is None
+            elif make is base_model.judge_sentence:
+                assert answered in (["Yes"], ["No"])
+                assert d.count_prompt == (answered == ["Yes"])
             elif make is base_model.continue_sentence:
-                assert given
+                assert quoted
                 assert answered
+            elif make is base_model.mark_wrong:
+                assert quoted == []
+                assert d.wrong <= set(range(len(answered)))
+            elif make is base_model.choose_word:
+                assert quoted[:-3] == answered[:-1]
+                assert answered[-1] in quoted[-3:]
             else:
-                assert len(answered) % len(given) == 0
-                assert answered == given * (len(answered) // len(given))
+                assert len(answered) % len(quoted) == 0
+                assert answered == quoted * (len(answered) // len(quoted))
             assert "order" not in (d.prompt or "")
             assert "verified" not in f"{d.prompt}{d.answer}"
+
+
+@given(st.integers(0, 2**32))
+def test_spoilt_words_never_just_change_places(seed: int) -> None:
+    rng = random.Random(seed)
+    words = base_model.sentence(rng).split() if rng.random() < 0.5 else base_model.random_words(rng, rng.randint(1, 9))
+    before = list(words)
+    bad, at = base_model.spoilt(words, rng)
+    assert words == before
+    replaced = len(bad) == len(words)
+    assert replaced or len(bad) == len(words) + 1
+    assert bad[:at] + bad[at + 1 :] == (words[:at] + words[at + 1 :] if replaced else words)  # the rest as it was
+    assert Counter(word.rstrip(".,") for word in bad) != Counter(word.rstrip(".,") for word in words)
+    assert bad[-1].endswith(".") >= words[-1].endswith(".")
+
+
+def test_every_wrong_word_is_marked_and_only_the_marks_are_learnt() -> None:
+    d = base_model.Document("The dog slept cup there.", "Mark the wrong words.", wrong=frozenset({0, 3}))
+    (_, counts), *rest = base_model.pieces(d)
+    assert "".join(text for text, _ in rest) == "The* dog slept cup* there.<|end|>"
+    assert [text for text, weight in rest if not weight and text] == ["The", " cup"]
+    assert {weight for text, weight in rest if "*" in text or "dog" in text} == {1.0}
+    assert counts
+    rng = random.Random(3)
+    marked = [base_model.mark_wrong(rng) for _ in range(400)]
+    assert {len(d.wrong) for d in marked} == {0, 1, 2}
+
+
+def test_a_wrong_answer_is_called_wrong_and_not_learnt() -> None:
+    rng = random.Random(0)
+    rights = 0
+    for _ in range(200):
+        d = base_model.complete_sentence(rng)
+        asked = base_model.checked(d, rng)
+        (_, _), (answer, counts), (question, question_counts), (verdict, verdict_counts) = base_model.pieces(asked)
+        same = asked.answer == d.answer
+        assert (asked.right, counts, verdict) == (same, same, "Yes<|end|>" if same else "No<|end|>")
+        assert answer.startswith("<sentence>")
+        assert answer.endswith("</sentence><|end|>")
+        assert "right?" in question
+        assert (question_counts, verdict_counts) == (0.0, base_model.VERDICT)
+        rights += same
+    assert 70 < rights < 130
 
 
 def test_the_mix_is_as_stated() -> None:
@@ -89,17 +143,15 @@ def test_chat_template_has_atomic_marks(tokenizer: Any) -> None:
 
 
 def test_a_batch_counts_answers_and_prompts_that_can_be_foreseen(tokenizer: Any) -> None:
-    ids, labels = batch_of(tokenizer, replace(TINY, batch=8, length=128), 7)
-    assert ids.shape == labels.shape == (8, 128)
-    counted = labels != -100
-    assert torch.equal(ids[counted], labels[counted])
+    ids, weights = batch_of(tokenizer, replace(TINY, batch=8, length=128), 7)
+    assert ids.shape == weights.shape == (8, 128)
+    counted = weights > 0
+    assert set(weights.unique().tolist()) == {0.0, 1.0, base_model.VERDICT}
     assert 0.5 < counted.float().mean() < 0.95
     again = batch_of(tokenizer, replace(TINY, batch=8, length=128), 7)
     assert torch.equal(ids, again[0])
     assert not torch.equal(ids, batch_of(tokenizer, replace(TINY, batch=8, length=128), 8)[0])
-    masked = tokenizer.decode(ids[~counted])
-    assert "Repeat the words" in masked
-    assert "Repeat the sentence" not in masked
+    assert "Repeat the words" in tokenizer.decode(ids[~counted])
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

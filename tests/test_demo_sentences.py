@@ -78,7 +78,7 @@ def test_every_sentence_is_well_formed(seed: int) -> None:
     for first, second in itertools.pairwise(words):
         assert first != second or first in ("her",), text  # "gave her her ..." would be fine
         if first in ("a", "an"):
-            assert (first == "an") == (second[0] in "aeiou" and second != "useful"), text
+            assert (first == "an") == (second == "honest" or (second[0] in "aeiou" and second != "useful")), text
 
 
 SINGULAR = {third for verbs in (grammar.REST, grammar.HANDLE, grammar.MEET) for _, third, _ in verbs}
@@ -123,4 +123,4 @@ def orders(text: str) -> str | None:
 def test_open_orders_are_open_and_the_context_counts() -> None:
     found = Counter((orders(text), "," in text) for text in SOME)
     share = {opened: found["before", opened] / (found["before", opened] + found["after", opened]) for opened in (0, 1)}
-    assert 0.1 < share[False] < share[True] < 0.9
+    assert 0.05 < share[False] < share[True] < 0.95

@@ -3,9 +3,9 @@
     python -m sdmlm.demo.base_model --output DIR
 
 It learns English of `sdmlm.demo.sentences`, to copy sharply, and to follow a few generic instructions: repeat a sentence or
-a list of random words, go on with a sentence, put given words behind a beginning, in the order in which they are given. It
-never sees words that must be re-ordered: that is what fine-tuning teaches. Its sentences come from another space of seeds
-than those of the demo.
+a list of random words, go on with a sentence, put given words behind a beginning in the order in which they are given, say
+whether a sentence is good and whether an answer was right. It never sees words that must be re-ordered, nor a sentence whose
+words have changed places: that is what fine-tuning teaches. Its sentences come from another space of seeds than the demo's.
 
 All chance comes from (seed, step), so the same seed and steps give the same data; a run that was cut off goes on from its
 last checkpoint. `training.json` beside the model holds the settings, the machine and the loss by step.
@@ -22,7 +22,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 WORDS = tuple(sorted(LEXICON))
+MARK = "*"
+VERDICT = 5.0  # weight of a Yes or No in the loss: there is one in a whole document
+YES_OR_NO = "Reply with Yes or No."
 IN_XML = "Only reply with the sentence in the XML <sentence> </sentence>."
 # Wording of instructions to come, so that the tokenizer spells it in few tokens. The model is not trained on it.
 WORDING = (
@@ -59,8 +62,8 @@ class Settings:
     """All that decides the weights, apart from the generator and the versions of the libraries."""
 
     seed: int = 0
-    steps: int = 3000
-    first_steps: int = 1000  # with short rows, mostly copying
+    steps: int = 8000
+    first_steps: int = 1200  # with short rows, mostly copying
     first_length: int = 128
     batch: int = 8
     length: int = 256
@@ -77,11 +80,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Document:
-    """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen."""
+    """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen.
+
+    `right`: a second turn asks whether the answer was right, and is told so. The loss does not count a wrong answer.
+    `wrong`: these words of the answer are wrong; a mark stands behind each. The loss counts the mark, not the word.
+    """
 
     answer: str
     prompt: str | None = None
     count_prompt: bool = True
+    right: bool | None = None
+    wrong: frozenset[int] = frozenset()
 
 
 # What the model reads
@@ -145,20 +154,85 @@ def continue_sentence(rng: random.Random) -> Document:
     return Document(" ".join(words[cut:]), f"Continue the sentence '{' '.join(words[:cut])}'.")
 
 
+def choose_word(rng: random.Random) -> Document:
+    """Which of three words goes on with a sentence? The other two are random ones."""
+    words = sentence(rng).split()
+    cut = rng.randint(1, len(words) - 1)
+    start, choices = " ".join(words[:cut]), [words[cut], *random_words(rng, 2)]
+    rng.shuffle(choices)
+    return Document(
+        f"<sentence>{start} {words[cut]}</sentence>",
+        f"Continue the sentence '{start}' with one of the words '{' '.join(choices)}'. {IN_XML}",
+    )
+
+
+def mark_wrong(rng: random.Random) -> Document:
+    """A mark behind every wrong word: a judgement at each word, the densest signal there is."""
+    words = sentence(rng).split()
+    wrong = [False] * len(words)
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        bad, at = spoilt(words, rng)
+        wrong[at : at + (len(bad) == len(words))] = [True]
+        words = bad
+    return Document(" ".join(words), "Mark the wrong words.", wrong=frozenset(i for i, w in enumerate(wrong) if w))
+
+
+def judge_sentence(rng: random.Random) -> Document:
+    text = sentence(rng)
+    good = rng.random() < 0.5
+    asked = text if good else " ".join(spoilt(text.split(), rng)[0])
+    return Document("Yes" if good else "No", f"Is '{asked}' a good sentence? {YES_OR_NO}", good)
+
+
+def spoilt(words: list[str], rng: random.Random) -> tuple[list[str], int]:
+    """One word replaced, put in or doubled, near the end as often as anywhere, and where. None changes places."""
+    at = rng.randrange(max(0, len(words) - 4), len(words)) if rng.random() < 0.5 else rng.randrange(len(words))
+    bare, tail = words[at].rstrip(".,"), words[at][len(words[at].rstrip(".,")) :]
+    other = rng.choice(WORDS if rng.random() < 0.5 else words).rstrip(".,")
+    if rng.random() < 0.6:
+        if other == bare:
+            other = rng.choice([word for word in WORDS if word != bare])
+        return [*words[:at], other + tail, *words[at + 1 :]], at
+    return [*words[:at], other, *words[at:]], at
+
+
+def checked(d: Document, rng: random.Random) -> Document:
+    """The same with the question whether the answer was right; in half of the cases it is spoilt first."""
+    if rng.random() < 0.5:
+        return replace(d, right=True)
+    tags = [tag for tag in ("<sentence>", "</sentence>") if tag in d.answer]
+    body = " ".join(spoilt(d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split(), rng)[0])
+    return replace(d, answer=body.join(tags) if tags else body, right=False)
+
+
 def random_words(rng: random.Random, n: int) -> list[str]:
-    """Words in no order, sometimes as the ends of sentences have them."""
-    return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(WORDS, k=n)]
+    """Words in no order, with commas and full stops here and there; in every other list from a few words, so that the
+    place of a word, not the word before it, tells what comes next."""
+    pool = rng.choices(WORDS, k=1 + n // 2) if rng.random() < 0.5 else WORDS
+    return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(pool, k=n)]
 
 
-MIX = {plain: 6, repeat_sentence: 2, repeat_words: 4, complete_sentence: 5, complete_words: 3, continue_sentence: 1}
+MIX = {
+    plain: 3,
+    repeat_sentence: 2,
+    repeat_words: 3,
+    complete_sentence: 4,
+    complete_words: 3,
+    continue_sentence: 1,
+    choose_word: 3,
+    mark_wrong: 6,
+    judge_sentence: 12,
+}
+CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words)
 # At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
-FIRST_MIX = {plain: 3, repeat_words: 8, complete_sentence: 1, complete_words: 1}
+FIRST_MIX = {plain: 2, repeat_words: 8, complete_words: 1, mark_wrong: 2, judge_sentence: 5}
 
 
 def document(rng: random.Random, first: bool = False) -> Document:
     mix = FIRST_MIX if first else MIX
     (make,) = rng.choices(list(mix), list(mix.values()))
-    return make(rng)
+    found = make(rng)
+    return checked(found, rng) if make in CHECKED and not first and rng.random() < 0.5 else found
 
 
 def _rng(settings: Settings, what: object) -> random.Random:
@@ -202,26 +276,46 @@ def train_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
 # Training
 
 
-def pieces(d: Document) -> Iterator[tuple[str, bool]]:
-    """The text of a document as (piece, counts in the loss)."""
+def pieces(d: Document) -> Iterator[tuple[str, float]]:
+    """The text of a document as (piece, its weight in the loss)."""
     if d.prompt is not None:
-        yield f"{USER}{d.prompt}{END}{ASSISTANT}", d.count_prompt
-    yield f"{d.answer}{END}", True
+        yield f"{USER}{d.prompt}{END}{ASSISTANT}", float(d.count_prompt)
+    done = 0
+    words = d.answer.split(" ")
+    for at in sorted(d.wrong):  # each word brings the space before it along
+        yield "".join(" " * (i > 0) + words[i] for i in range(done, at)), 1.0
+        yield " " * (at > 0) + words[at], 0.0
+        yield MARK, 1.0
+        done = at + 1
+    rest = "".join(" " * (i > 0) + words[i] for i in range(done, len(words)))
+    verdict = d.answer in ("Yes", "No")
+    yield f"{rest}{END}", VERDICT if verdict else float(d.right is not False)
+    if d.right is not None:
+        yield f"{USER}Was this right? {YES_OR_NO}{END}{ASSISTANT}", 0.0
+        yield f"{'Yes' if d.right else 'No'}{END}", VERDICT
 
 
 def batch_of(tokenizer: Any, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
-    """(ids, labels) of a step: fresh documents, one behind the other, cut into rows of a fixed length."""
+    """(ids, weights in the loss) of a step: fresh documents, one behind the other, cut into rows of a fixed length."""
     first = step < settings.first_steps
     rng, shape = _rng(settings, step), (settings.batch, settings.first_length if first else settings.length)
     room = shape[0] * shape[1]
     ids: list[int] = []
-    labels: list[int] = []
+    weights: list[float] = []
     while len(ids) < room:
-        for text, counts in pieces(document(rng, first)):
+        for text, weight in pieces(document(rng, first)):
             found = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += found
-            labels += found if counts else [-100] * len(found)
-    return torch.tensor(ids[:room]).view(shape), torch.tensor(labels[:room]).view(shape)
+            weights += [weight] * len(found)
+    return torch.tensor(ids[:room]).view(shape), torch.tensor(weights[:room]).view(shape)
+
+
+def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean of the next-token losses."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    counted = weights[:, 1:].flatten()
+    return (losses * counted).sum() / counted.sum()
 
 
 def new_model(settings: Settings, tokenizer: Any) -> LlamaForCausalLM:
@@ -272,10 +366,10 @@ def train(output: Path, settings: Settings, save_every: int = 250, progress: boo
         task = bar.add_task("Training the base model", total=settings.steps, completed=len(losses))
         while len(losses) < settings.steps:
             start = time.perf_counter()
-            ids, labels = batch_of(tokenizer, settings, len(losses))
+            ids, weights = batch_of(tokenizer, settings, len(losses))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, len(losses))
-            loss = model(input_ids=ids, labels=labels).loss
+            loss = loss_of(model, ids, weights)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
