@@ -59,6 +59,17 @@ def test_its_numbers_are_those_of_its_models(demo: tuple[Path, str]) -> None:
     assert evaluation.y[:20].tolist() == [int(a.text == row["chosen"]) for a, row in zip(found, rows, strict=False)]
 
 
+def test_it_learns_in_a_minute_what_the_base_model_cannot_do(demo: tuple[Path, str]) -> None:
+    """Most orders right after a thousand sentences; one in five would be by chance, if all words were copied."""
+    folder, _ = demo
+    for setting in ("ce_hn", "sdm_hn"):
+        found = {
+            name: read_evaluation(folder / setting / "evaluations" / f"{name}.json")[0] for name in ("test", "shifted")
+        }
+        assert found["test"].answer_right.mean() > 0.4
+        assert found["shifted"].answer_right.mean() < found["test"].answer_right.mean()
+
+
 def test_it_explains(demo: tuple[Path, str]) -> None:
     _, shown = demo
     assert "The first of the test answers that is rejected" in shown
