@@ -63,6 +63,8 @@ export function clear() {
 function showExemplars(exemplars) {
   byId("exemplars").hidden = exemplars.length === 0;
   byId("exemplars-list").replaceChildren(...exemplars.map(exemplarItem));
+  // A document begins with its prompt, which is much like the one above: show its end, the answer.
+  for (const shown of byId("exemplars-list").querySelectorAll(".document")) shown.scrollTop = shown.scrollHeight;
 }
 
 function exemplarItem(exemplar) {
