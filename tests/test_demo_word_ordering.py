@@ -11,9 +11,11 @@ import pytest
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
+from sdmlm.commands.data import read_sentences
 from sdmlm.demo.word_ordering import FAST_SIZES, TRAINING, command, demo_splits
 from sdmlm.recipe import read_recipe
 from sdmlm.replication import read_evaluation
+from sdmlm.tasks.word_ordering import make_splits
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "demo"
 
@@ -81,6 +83,7 @@ def test_it_explains(demo: tuple[Path, str]) -> None:
 def test_rows_are_always_the_same_and_apart() -> None:
     splits = demo_splits(FAST_SIZES)
     assert splits == demo_splits(FAST_SIZES)
+    assert make_splits(read_sentences("demo"), **FAST_SIZES, seed=0).rows == splits  # as `sdmlm data` would make them
     everything = [row["sentence"] for rows in splits.values() for row in rows]
     assert len(set(everything)) == sum(FAST_SIZES.values())
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sdmlm.commands import common
+from sdmlm.demo import SENTENCES
 
 EXAMPLES = """\
   sdmlm data word-ordering --sentences wikipedia.txt --harvard harvard.txt --output data/word_ordering
   sdmlm data word-ordering --sentences sentence-transformers/wikipedia-en-sentences --output data/word_ordering
   sdmlm data arithmetic --output data/arithmetic --train 2000 --calibration 2000"""
-
-DEMO_SENTENCES = 30_000
 
 
 def add(subparsers: Any) -> None:
@@ -99,7 +98,7 @@ def read_sentences(source: str) -> list[str]:
     if source == "demo":
         from sdmlm.demo.sentences import sentences
 
-        return sentences(DEMO_SENTENCES, seed=0)
+        return sentences(SENTENCES, seed=0)
     path = Path(source)
     if path.is_file():
         content = path.read_bytes()

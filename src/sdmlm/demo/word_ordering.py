@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sdmlm.artifacts import write_text_atomically
+from sdmlm.demo import SENTENCES
 from sdmlm.demo.one_thread import one_thread
 from sdmlm.demo.sentences import sentences
 from sdmlm.lm import SDMLanguageModel
@@ -114,9 +115,8 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
 
 
 def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
-    """The rows of the demo, always the same."""
-    n = sum(sizes.values())
-    return word_ordering.make_splits(sentences(2 * n, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
+    """The rows of the demo, always the same: those of `sdmlm data word-ordering --sentences demo` with these sizes."""
+    return word_ordering.make_splits(sentences(SENTENCES, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
 
 
 def _ready(home: Path) -> Path:
