@@ -220,7 +220,7 @@ def write_final_layer(folder: Path, estimator: SDMEstimator, facts: Mapping[str,
     lm.json comes last and names the estimator it belongs to, so that a save that was cut off in between can be told.
     """
     estimator.save_pretrained(folder)
-    facts = {**facts, "estimator_sha256": _estimator_sha256(folder)}
+    facts = {**facts, "estimator_sha256": layer_sha256(folder)}
     write_text_atomically(folder / LM_FILE, json.dumps(facts, indent=2) + "\n")
 
 
@@ -229,7 +229,7 @@ def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     try:
         facts: dict[str, Any] = json.loads((folder / LM_FILE).read_text(encoding="utf-8"))
-        same = facts["estimator_sha256"] == _estimator_sha256(folder)
+        same = facts["estimator_sha256"] == layer_sha256(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} holds no whole SDM layer of a language model: run sdmlm calibrate.") from error
     if not same:
@@ -240,7 +240,8 @@ def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:
     return facts
 
 
-def _estimator_sha256(folder: Path) -> str:
+def layer_sha256(folder: Path) -> str:
+    """Which SDM layer an `sdm/` folder holds: a hash over its config.json."""
     return hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()  # it holds the checksums of the other files
 
 

@@ -31,7 +31,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
     add_model(parser)
-    add_writing(parser, search_required=True)
+    add_writing(parser, calibrating=True)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 

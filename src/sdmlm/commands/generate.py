@@ -47,20 +47,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
 
 
-def add_writing(parser: argparse.ArgumentParser, search_required: bool = False) -> None:
-    """How the LM writes."""
+def add_writing(parser: argparse.ArgumentParser, calibrating: bool = False) -> None:
+    """How the LM writes; to calibrate a search, it must be named, and its chance is always the same."""
     group = parser.add_argument_group("writing")
     group.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="bound of an answer (as the SDM layer was fitted)"
     )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest tokens (1)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
+    if not calibrating:
+        group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; may be given again")
     group.add_argument(
         "--search",
         choices=("resample", "reprompt", "continue"),
-        required=search_required,
+        required=calibrating,
         help="further tries where an answer is not verified",
     )
     group.add_argument("--budget", type=int, default=4, metavar="N", help="further tries a prompt, with --search (4)")

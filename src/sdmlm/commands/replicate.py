@@ -269,7 +269,9 @@ def _left(job: Job) -> list[str]:
 
 
 def _layer(job: Job) -> str:
-    return hashlib.sha256((job.folder / "sdm" / "config.json").read_bytes()).hexdigest()  # it names all the rest
+    from sdmlm.final_layer import SDM_FOLDER, layer_sha256
+
+    return layer_sha256(job.folder / SDM_FOLDER)
 
 
 def _plan(job: Job, record: dict[str, Any] | None) -> Plan:

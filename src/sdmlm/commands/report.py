@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
     from sdmlm.estimator import SDMEstimator
     from sdmlm.feedback import load_feedback, with_feedback
-    from sdmlm.final_layer import SDM_FOLDER, layer_metrics, read_final_layer_facts
+    from sdmlm.final_layer import SDM_FOLDER, layer_metrics, layer_sha256, read_final_layer_facts
     from sdmlm.report.language_model import write_report
     from sdmlm.search import load_searches
 
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
     searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
-    record, runs = _record(folder), _runs(folder, hashlib.sha256((sdm / "config.json").read_bytes()).hexdigest())
+    record, runs = _record(folder), _runs(folder, layer_sha256(sdm))
     write_report(output, folder.name, estimator, facts, record, runs, searches, len(feedback.items))
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})

@@ -7,7 +7,6 @@ than any they know. The two fine-tunings are `sdmlm train`, side by side, one th
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import os
@@ -31,6 +30,7 @@ from sdmlm.artifacts import write_text_atomically
 from sdmlm.demo import SENTENCES
 from sdmlm.demo.one_thread import one_thread
 from sdmlm.demo.sentences import sentences
+from sdmlm.final_layer import SDM_FOLDER, layer_sha256
 from sdmlm.lm import SDMLanguageModel
 from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, write_evaluation
 from sdmlm.replication_tables import Tables, tables
@@ -124,7 +124,7 @@ def _ready(home: Path) -> Path:
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
     for name in LABELS:
-        sdm = home / name / "sdm"
+        sdm = home / name / SDM_FOLDER
         if (sdm / "feedback").exists() or (sdm / "search.json").exists():
             raise ValueError(f"{home / name} holds feedback or a calibrated search: give another folder with --output.")
     for name in ("data", *LABELS):
@@ -213,7 +213,7 @@ def _evaluate(
     found = evaluate(lm, word_ordering, rows, progress=False)  # one bar is there already
     facts = {
         **{"family": "demo", "setting": setting, "label": LABELS[setting], "seed": SEED, "test": name},
-        "sdm_sha256": hashlib.sha256((home / setting / "sdm" / "config.json").read_bytes()).hexdigest(),
+        "sdm_sha256": layer_sha256(home / setting / SDM_FOLDER),
     }
     write_evaluation(evaluation_file(home / setting, name), found, facts)
     return found
