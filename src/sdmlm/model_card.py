@@ -126,17 +126,15 @@ def _searches(lm: SDMLanguageModel) -> str:
         return ""
     rows = []
     for c in apply:
-        accepted = c.accepted
-        right = [label == y for label, y in zip(c.labels, c.predictions, strict=True)]
-        both = sum(bool(a) and r for a, r in zip(accepted, right, strict=True))
+        accepted = int(c.accepted.sum())
         rows.append(
             [
                 c.policy.kind,
                 c.policy.budget,
                 f"{c.alpha:g}",
                 _number(c.region().q_min),
-                _share(int(accepted.sum()), len(c)),
-                _share(both, int(accepted.sum())),
+                _share(accepted, len(c)),
+                _share(c.accepted_right, accepted),
             ]
         )
     columns = ["search", "budget", "alpha", "q'min", "accepted", "accuracy of accepted"]

@@ -111,6 +111,11 @@ class SearchCalibration:
         p = np.array(self.p).reshape(-1, 2)
         return membership([self.deciding(self.alpha)], np.array(self.q_prime), p, np.array(self.predictions))[:, 0]
 
+    @property
+    def accepted_right(self) -> int:
+        """How many of those are right; they are all accepted as Yes."""
+        return int((self.accepted & (np.array(self.labels) == 1)).sum())
+
     def matches(self, policy: SearchPolicy, alpha: float, sampling: Sampling, estimator: str) -> bool:
         """Whether it was made with these settings."""
         return (self.policy, self.alpha, self.sampling, self.estimator) == (policy, alpha, sampling, estimator)

@@ -98,17 +98,14 @@ def held_out(rows: list[dict[str, Any]], sha256: str | None, model: Path) -> lis
 
 def summary(found: SearchCalibration) -> dict[str, Any]:
     """What a calibrated search does on its own prompts."""
-    import numpy as np
-
-    accepted = found.accepted  # as Yes: nothing else is
     return {
         "policy": found.to_dict()["policy"],
         "alpha": found.alpha,
         "prompts": len(found),
         "tries": sum(found.tries) / len(found),
         "right": sum(found.labels),
-        "verified": int(accepted.sum()),
-        "verified_right": int((accepted & (np.array(found.labels) == 1)).sum()),
+        "verified": int(found.accepted.sum()),
+        "verified_right": found.accepted_right,
         "q_min": found.region().q_min,
         "psi": found.region().psi[1],
     }

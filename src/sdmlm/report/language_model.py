@@ -73,15 +73,14 @@ def _training(run: Run) -> str:
 def _searches(searches: Sequence[SearchCalibration]) -> str:
     rows = []
     for c in searches:
-        region, accepted = c.region(), c.accepted
-        right = [a == b for a, b, ok in zip(c.labels, c.predictions, accepted, strict=True) if ok]
+        accepted = int(c.accepted.sum())
         rows.append(
             [
                 f"{c.policy.kind}, budget {c.policy.budget}, temperature {c.policy.temperature:g}",
                 f"{c.alpha:g}",
-                page.number(region.q_min),
-                page.share(int(accepted.sum()), len(c)),
-                page.share(sum(right), len(right)) if right else "-",
+                page.number(c.region().q_min),
+                page.share(accepted, len(c)),
+                page.share(c.accepted_right, accepted) if accepted else "-",
                 f"{sum(c.tries) / len(c):.2f}",
             ]
         )
