@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -135,6 +136,16 @@ def test_search(folder: Path, here: Path, capsys: pytest.CaptureFixture[str], mo
     out, err = capsys.readouterr()
     assert "tries a prompt" in unwrapped(out)
     assert err == ""
+    assert main(["report", "model", "--output", "model.html"]) == 0
+    row = re.search(r"resample, budget 2.*?</tr>", (here / "model.html").read_text(), re.DOTALL)
+    assert row is not None
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", row[0])
+    accepted, right = int(expected.accepted.sum()), expected.accepted_right
+    assert 0 < accepted < len(expected)
+    assert cells[-3:] == [
+        f"{accepted / len(expected):.1%}", f"{right / accepted:.1%}", f"{sum(expected.tries) / len(expected):.2f}"
+    ]  # fmt: skip
+    capsys.readouterr()
     assert main([*calibrate, "--alpha", "1"]) == 0
     assert "no final answer lies in the region" in unwrapped(capsys.readouterr().err)
     assert main(asked) == 0

@@ -430,7 +430,9 @@ def test_feedback_that_cannot_be_kept_changes_nothing(copied: Path, monkeypatch:
 def test_saved_and_opened_again(copied: Path, tmp_path: Path) -> None:
     lm = SDMLanguageModel.from_pretrained(copied)
     lm.feedback("abc=", "abc", False)
-    (copied / "training.json").write_text('{"data": {"train": {"source": "x.jsonl", "rows": 7, "sha256": "ab"}}}')
+    data = {"train": {"source": "x.jsonl", "rows": 7, "sha256": "ab"}}
+    record = {"status": "finished", "settings": {}, "data": data, "config": {}, "log_history": []}
+    (copied / "training.json").write_text(json.dumps(record))
     lm.save_pretrained(tmp_path / "new")
     again = SDMLanguageModel.from_pretrained(tmp_path / "new")
     all_same(again.generate(PROMPTS), lm.generate(PROMPTS))

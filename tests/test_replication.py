@@ -167,7 +167,8 @@ def test_runs_are_read_with_their_names_and_history(tmp_path: Path) -> None:
         facts = {"family": "fam", "setting": "sdm_hn", "label": "SDM + HN", "seed": seed}
         for test in ("test", "shifted"):
             write_evaluation(evaluation_file(home, test), some_evaluation(seed=seed), facts)
-        (home / "training.json").write_text(json.dumps({"log_history": [{"step": seed}]}))
+        record = {"status": "finished", "settings": {}, "data": {}, "config": {}, "log_history": [{"step": seed}]}
+        (home / "training.json").write_text(json.dumps(record))
     (tmp_path / "fam-ce" / "seed-0").mkdir(parents=True)  # begun, not evaluated
     runs = read_runs(tmp_path)
     assert [(run.family, run.setting, run.label, run.seed) for run in runs] == [

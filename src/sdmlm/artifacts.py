@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,16 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
             yield True
     finally:
         os.close(handle)
+
+
+def finite_or_none(value: float) -> float | None:
+    """How a number that may be infinite stands in JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def none_as_infinity(value: float | None) -> float:
+    """What `finite_or_none` wrote; all our infinities are thresholds that nothing reaches."""
+    return math.inf if value is None else float(value)
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:

@@ -27,6 +27,7 @@ from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, 
 from sdmlm.final_layer import SDM_FOLDER, fingerprint, read_final_layer_facts, write_final_layer
 from sdmlm.forward import inner_lm
 from sdmlm.negatives import generate
+from sdmlm.record import RECORD
 from sdmlm.region import HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
 from sdmlm.summary import GenerationReader, embed_sequences
@@ -35,7 +36,6 @@ from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare,
 if TYPE_CHECKING:
     from sdmlm.search import SearchCalibration, SearchPolicy
 
-RECORD = "training.json"
 FORMAT_VERSION = 1  # of sdm/lm.json
 MAX_NEW_TOKENS = 256  # where the SDM layer was saved without a bound
 Prompt = str | Messages

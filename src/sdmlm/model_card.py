@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__
+from sdmlm.record import read_record
 
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
@@ -156,8 +156,8 @@ def _sources(lm: SDMLanguageModel) -> dict[str, dict[str, Any]]:
     """Where the rows came from, as `sdmlm train` recorded it, and `sdmlm calibrate` after it."""
     known: dict[str, dict[str, Any]] = {}
     if lm.folder is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            data = json.loads((lm.folder / "training.json").read_text(encoding="utf-8"))["data"]
+        with contextlib.suppress(ValueError):  # a card can do without
+            data = (read_record(lm.folder) or {}).get("data", {})
             known = {str(name): dict(source) for name, source in data.items() if source}
     calibrated = lm.facts.get("calibrated")
     return known | {"calibration": dict(calibrated)} if calibrated else known

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import finite_or_none, none_as_infinity, write_text_atomically
+from sdmlm.record import RECORD, read_record
 
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
@@ -71,8 +71,8 @@ class Evaluation:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return {
             "alpha": self.alpha,
-            "calibration": {name: _finite(value) for name, value in self.calibration.items()},
-            "regions": [[_finite(value) for value in region] for region in self.regions],
+            "calibration": {name: finite_or_none(value) for name, value in self.calibration.items()},
+            "regions": [[finite_or_none(value) for value in region] for region in self.regions],
             "rows": rows,
         }
 
@@ -81,18 +81,10 @@ class Evaluation:
         """What `to_json` gave."""
         rows = content["rows"]
         arrays: dict[str, Any] = {n: np.array([row[n] for row in rows], dtype=kind) for n, kind in _COLUMNS.items()}
-        calibration = {name: _infinite(value) for name, value in content["calibration"].items()}
-        regions = [(r[0], _infinite(r[1]), _infinite(r[2]), _infinite(r[3])) for r in content["regions"]]
+        calibration = {name: none_as_infinity(value) for name, value in content["calibration"].items()}
+        regions = [(r[0], *(none_as_infinity(value) for value in r[1:4])) for r in content["regions"]]
         generated = [str(row["generated"]) for row in rows]
         return cls(**arrays, generated=generated, alpha=content["alpha"], calibration=calibration, regions=regions)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _infinite(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def load_task(name: str) -> Any:
@@ -231,9 +223,12 @@ def read_runs(folder: str | Path) -> list[Run]:
                     f"{where} and {home} were evaluated on different rows of {test}: keep them in two folders."
                 )
         try:
-            history = json.loads((home / "training.json").read_text(encoding="utf-8"))["log_history"]
             names = {name: facts[name] for name in ("family", "setting", "label", "seed")}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{home} is damaged: its training.json or its evaluations lack what a run has.") from error
+        except KeyError as error:
+            raise ValueError(f"{home} is damaged: its evaluations lack {error}.") from error
+        record = read_record(home)
+        if record is None:
+            raise ValueError(f"{home} is damaged: it has evaluations but no {RECORD}.")
+        history = record["log_history"]
         runs.append(Run(**names, evaluations={test: one for test, (one, _) in found.items()}, history=history))
     return runs

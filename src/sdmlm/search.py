@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sdmlm.artifacts import locked, write_text_atomically
+from sdmlm.artifacts import finite_or_none, locked, none_as_infinity, write_text_atomically
 from sdmlm.encoding import Encoder, check_rows
 from sdmlm.final_layer import SDM_FOLDER
 from sdmlm.layer import ALPHA_GRID
@@ -122,7 +122,7 @@ class SearchCalibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        regions = [[_plain(value) for value in (r.alpha, r.q_min, *r.psi)] for r in self.regions]
+        regions = [[finite_or_none(value) for value in (r.alpha, r.q_min, *r.psi)] for r in self.regions]
         return {**dataclasses.asdict(self), "regions": regions}
 
     @classmethod
@@ -137,7 +137,7 @@ class SearchCalibration:
             **{name: tuple(facts[name]) for name in ("ids", "labels", "predictions", "q_prime", "tries")},
             p=tuple((float(no), float(yes)) for no, yes in facts["p"]),
             regions=tuple(
-                HighReliabilityRegion(alpha, _number(q_min), (_number(no), _number(yes)))
+                HighReliabilityRegion(alpha, none_as_infinity(q_min), (none_as_infinity(no), none_as_infinity(yes)))
                 for alpha, q_min, no, yes in facts["regions"]
             ),
         )
@@ -375,14 +375,6 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
             "Every calibration prompt is in the support too, so no row is left to calibrate the search on."
         )
     return kept
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: Any) -> float:
-    return math.inf if value is None else float(value)
 
 
 def _key(prompt: Prompt) -> str:

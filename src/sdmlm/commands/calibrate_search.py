@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sdmlm.commands import common
 from sdmlm.commands.calibrate import REWARD_HELP, one_voice
 from sdmlm.commands.generate import add_model, add_writing, load, policy
-from sdmlm.commands.plan import RECORD, halves
+from sdmlm.commands.plan import halves
+from sdmlm.record import read_record
 
 if TYPE_CHECKING:
     from sdmlm.search import SearchCalibration
@@ -87,13 +87,12 @@ def _run(args: argparse.Namespace) -> None:
 
 def held_out(rows: list[dict[str, Any]], sha256: str | None, model: Path) -> list[dict[str, Any]]:
     """The calibration half of a file that `sdmlm train` split into two; all rows of any other file."""
-    try:
-        record = json.loads((model / RECORD).read_text(encoding="utf-8"))
-        train, calibration = record["data"]["train"], record["data"]["calibration"]
-        split = train["sha256"] == calibration["sha256"] == sha256 and calibration["used"] < calibration["rows"]
-        return halves(rows, int(record["config"]["seed"]))[1] if split else rows
-    except (OSError, ValueError, KeyError, TypeError):
+    record = read_record(model)
+    if record is None:
         return rows
+    train, calibration = record["data"]["train"], record["data"]["calibration"]
+    split = train["sha256"] == calibration["sha256"] == sha256 and calibration["used"] < calibration["rows"]
+    return halves(rows, int(record["config"]["seed"]))[1] if split else rows
 
 
 def summary(found: SearchCalibration) -> dict[str, Any]:

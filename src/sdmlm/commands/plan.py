@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import recipe
 from sdmlm.commands import calibrate, common
+from sdmlm.record import RECORD, read_record
 
 if TYPE_CHECKING:
     from sdmlm.config import SDMConfig
     from sdmlm.encoding import Encoder
     from sdmlm.preference_files import PreferenceRows, Row
 
-RECORD = "training.json"  # in the output folder, from the start of a run: says that the folder is ours
 OPTIONS = {
     "model": str,
     "data": str,
@@ -72,7 +73,7 @@ def read_settings(args: argparse.Namespace, record: dict[str, Any] | None) -> tu
     return settings, SDMConfig(**{"report_to": "none", **fields, "output_dir": settings.get("output")})
 
 
-def read_record(args: argparse.Namespace) -> dict[str, Any] | None:
+def record_to_resume(args: argparse.Namespace) -> dict[str, Any] | None:
     """The record of the run to resume; refuses an output folder that is not to be written to."""
     output = args.output
     if output is None and args.recipe:
@@ -85,18 +86,16 @@ def read_record(args: argparse.Namespace) -> dict[str, Any] | None:
     common.check_output_file(str(folder / RECORD))
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        ours = isinstance(record["settings"], dict) and record["status"] in ("started", "finished")
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = False
-    if not ours:
+    record = None
+    with contextlib.suppress(ValueError):  # a training.json of something else
+        record = read_record(folder)
+    if record is None:
         raise ValueError(f"{folder} holds something else than a training run of sdmlm: name another folder.")
     if not args.resume:
         raise ValueError(
             f"{folder} already holds a training run ({record['status']}): give --resume or another folder."
         )
-    return record  # type: ignore[no-any-return]
+    return record
 
 
 # Rows

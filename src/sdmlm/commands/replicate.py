@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import recipe
 from sdmlm.commands import calibrate, common, train
-from sdmlm.commands.plan import OPTIONS, Plan, is_free, make_plan, read_record, read_settings
+from sdmlm.commands.plan import OPTIONS, Plan, is_free, make_plan, read_settings, record_to_resume
 
 if TYPE_CHECKING:
     from sdmlm.preference_files import PreferenceRows
@@ -76,7 +76,7 @@ class Job:
         )
 
     def record(self) -> dict[str, Any] | None:
-        return read_record(self.arguments())
+        return record_to_resume(self.arguments())
 
     def facts(self) -> dict[str, Any]:
         """What is written with every evaluation of this run."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from sdmlm.commands import common
+from sdmlm.record import read_record
 
 EXAMPLES = """\
   sdmlm report runs/demo/sdm_hn
@@ -46,24 +46,12 @@ def run(args: argparse.Namespace) -> None:
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
     searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
-    record, runs = _record(folder), _runs(folder, layer_sha256(sdm))
+    record, runs = read_record(folder), _runs(folder, layer_sha256(sdm))
     write_report(output, folder.name, estimator, facts, record, runs, searches, len(feedback.items))
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})
         return
     common.console(args).print(f"Written: {output}", markup=False, soft_wrap=True)
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """training.json of `sdmlm train`, nothing where the model was made in another way."""
-    path = folder / "training.json"
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("settings", "data", "log_history")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: restore it from a copy or remove it.") from error
 
 
 def _runs(folder: Path, layer: str) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__, recipe
 from sdmlm.commands import calibrate, common, dry_run
-from sdmlm.commands.plan import RECORD, Plan, announce, lora, make_plan, read_record, read_settings
+from sdmlm.commands.plan import Plan, announce, lora, make_plan, read_settings, record_to_resume
+from sdmlm.record import RECORD
 
 if TYPE_CHECKING:
     from sdmlm.config import SDMConfig
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Gather the settings, read the rows, train or rehearse."""
     with calibrate.one_voice():
         calibrate.require_transformers()
-        record = read_record(args)
+        record = record_to_resume(args)
         settings, config = read_settings(args, record)
         if record is not None and record["status"] == "finished" and not args.dry_run:
             _tell(args, record["summary"], f"{settings['output']} is finished already: nothing was done.")

@@ -32,6 +32,7 @@ from sdmlm.demo.one_thread import one_thread
 from sdmlm.demo.sentences import sentences
 from sdmlm.final_layer import SDM_FOLDER, layer_sha256
 from sdmlm.lm import SDMLanguageModel
+from sdmlm.record import read_record
 from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, write_evaluation
 from sdmlm.replication_tables import Tables, tables
 from sdmlm.report.replication import write_report
@@ -60,7 +61,7 @@ TRAINING: dict[str, Any] = {
     "sdm_epochs": 50,
     "sdm_learning_rate": 3e-2,
 }
-SIZES = {"train": 4000, "calibration": 5000, "test": 1000, "shifted": 1000}
+SIZES = {"train": 3500, "calibration": 4000, "test": 1000, "shifted": 1000}
 FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
 FAST_SIZES = {"train": 1000, "calibration": 1000, "test": 200, "shifted": 200}
 
@@ -93,8 +94,9 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
             evaluations = {name: _evaluate(lm, home, setting, name, splits[name]) for name in ("test", "shifted")}
             if setting == "sdm_hn":
                 examples = pick_examples(lm, evaluations, splits)
-        history = json.loads((home / setting / "training.json").read_text(encoding="utf-8"))["log_history"]
-        runs.append(Run("demo", setting, LABELS[setting], SEED, evaluations, history))
+        record = read_record(home / setting)
+        assert record is not None  # it has just been written
+        runs.append(Run("demo", setting, LABELS[setting], SEED, evaluations, record["log_history"]))
     runs.sort(key=lambda run: list(LABELS).index(run.setting))  # whichever was done first
     found = tables(runs)
     for table in found.rich():

@@ -24,12 +24,12 @@ def write_report(
     name: str,
     estimator: SDMEstimator,
     facts: Mapping[str, Any],
-    record: Mapping[str, Any],
+    record: Mapping[str, Any] | None,
     evaluations: Mapping[str, Evaluation],
     searches: Sequence[SearchCalibration],
     feedback: int,
 ) -> None:
-    """`facts` is sdm/lm.json, `record` training.json (may be empty), `evaluations` are by test set."""
+    """`facts` is sdm/lm.json, `record` training.json (if there is one), `evaluations` are by test set."""
     tags = facts["tags"]
     run = Run(
         "",
@@ -37,7 +37,7 @@ def write_report(
         name,
         int((facts["training"] or {}).get("seed", 0)),
         dict(evaluations),
-        list(record.get("log_history", ())),
+        list(record["log_history"]) if record else [],
     )
     with matplotlib.rc_context(plots.STYLE):
         more = [
@@ -88,7 +88,7 @@ def _searches(searches: Sequence[SearchCalibration]) -> str:
     return page.table("Searches that were calibrated as a whole, over calibration prompts", heads, rows)
 
 
-def _made(facts: Mapping[str, Any], record: Mapping[str, Any], feedback: int) -> str:
+def _made(facts: Mapping[str, Any], record: Mapping[str, Any] | None, feedback: int) -> str:
     rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in (facts["training"] or {}).items()]
     rows += [[key, json.dumps(facts[key], ensure_ascii=False)] for key in ("tags", "max_length", "max_new_tokens")]
     rows += [["documents added by feedback", str(feedback)], ["written by sdmlm", str(facts["sdmlm_version"])]]
