@@ -9,6 +9,7 @@ import random
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from tiny_lm import copy_rows, tiny_config, tiny_lm, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import trainer as hf_trainer
 from transformers.trainer_callback import TrainerState
 
 from sdmlm import trainer as trainer_module
@@ -778,3 +780,19 @@ def test_a_checkpoint_written_anew_is_incomplete_until_its_end(tmp_path: Path, m
     monkeypatch.setattr(trainer, "_save_state", look)
     trainer.train()
     assert seen == [str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-1")]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_best_checkpoint_loads_without_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    """A tied model does not save its output embedding, and transformers says that it is missing."""
+    said: list[str] = []
+    monkeypatch.setattr(hf_trainer.logger, "warning", lambda text, *more: said.append(str(text)))
+    model = tiny_lm(tie_word_embeddings=tied)
+    config = tiny_config(tmp_path, num_train_epochs=1, load_best_model_at_end=True)
+    trainer = SDMTrainer(model, config, copy_rows(32, 0), copy_rows(24, 1), tiny_tokenizer())
+    trainer.train()
+    assert not [text for text in said if "missing" in text]
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    assert (head is embedding) == tied
+    trainer._issue_warnings_after_load(SimpleNamespace(missing_keys=["model.norm.weight"], unexpected_keys=[]))
+    assert "missing" in said[-1]

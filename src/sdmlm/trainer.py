@@ -402,6 +402,12 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             self.fit_final_layer()
         return result
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Without the output embedding of a tied model, which is never saved: it is the input embedding."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
+
     def fit_final_layer(self) -> SDMEstimator:
         """The SDM layer for use, over D_ca with gamma_gen = gamma_diversity = 1."""
         with self._phase("final_layer", "Fitting the final SDM layer"):
