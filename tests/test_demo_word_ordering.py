@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def test_it_writes_everything(demo: tuple[Path, str]) -> None:
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Answers of the SDM language model" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_the_readme_uses_its_model(demo: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/demo").symlink_to(demo[0])
+    text = (RECIPES.parents[1] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# after sdmlm demo\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    with redirect_stdout(io.StringIO()) as shown:
+        exec(code, {})
+    assert "<sentence>" in shown.getvalue()
+    assert shown.getvalue().rstrip().endswith(".")
 
 
 def test_its_numbers_are_those_of_its_models(demo: tuple[Path, str]) -> None:
