@@ -318,6 +318,14 @@ def test_certify_on_fresh_points(fitted):
         assert (y_fresh == c)[own].mean() >= 0.8
 
 
+def test_certify_refuses_points_that_it_was_fitted_over(fitted):
+    X, y = blobs()
+    layer = fitted.layers_[0]
+    for own in (layer.support_ids, layer.calibration_ids):
+        with pytest.raises(ValueError, match="of these points were fitted over"):
+            fitted.certify(X[list(own)], y[list(own)])
+
+
 @pytest.mark.parametrize("ensemble", [False, True])
 def test_saved_and_loaded_it_is_the_same(tmp_path, ensemble):
     X, y = blobs(classes=3)

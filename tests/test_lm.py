@@ -194,6 +194,26 @@ def test_a_calibration_document_lies_on_its_own_side_of_the_threshold(lm: SDMLan
     assert on_it
 
 
+def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: Path) -> None:
+    """As those of the SDM layer were: otherwise every h would lie off its place."""
+    lm = SDMLanguageModel.from_pretrained(train(tmp_path, bf16=True))
+    assert lm.facts["autocast"] == "bfloat16"
+    layer, rows = lm.estimator.layers_[0], calibration_rows()
+    asked = [rows[i] for i, y in zip(layer.calibration_ids, layer.calibration.labels.tolist(), strict=True) if y]
+    known = layer.calibration_vectors[layer.calibration.labels == 1]
+
+    def moved() -> float:
+        answers = [lm._given(0, row["prompt"], 4, row["chosen"]) for row in asked]
+        return float((layer.adaptor(lm.summaries(answers, progress=False))[0] - known).norm(dim=1).mean())
+
+    mixed = moved()
+    written = lm.generate([row["prompt"] for row in asked], neighbors=0, progress=False)
+    lm.facts["autocast"] = None
+    assert mixed < 0.3 * moved()
+    again = lm.generate([row["prompt"] for row in asked], neighbors=0, progress=False)
+    assert [v.d_nearest for v in written] != [v.d_nearest for v in again]
+
+
 def test_every_document_that_was_not_read_exactly_is_read_again(
     lm: SDMLanguageModel, wild: list[Verification], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +508,7 @@ def test_in_another_type_it_is_still_the_same_model(folder: Path) -> None:
         (lambda sdm: next(sdm.glob("tensors-*")).write_bytes(b"x"), "checksum differs"),
         (lambda sdm: next(sdm.glob("texts-*")).unlink(), "is missing"),
         (lambda sdm: change(sdm, tags={"open": ""}), "lm.json is damaged"),
+        (lambda sdm: change(sdm, autocast="int4"), "lm.json is damaged"),
         (lambda sdm: change(sdm, format_version=9), "newer sdmlm"),
         (lambda sdm: (sdm / "search.json").write_text("[]"), "search.json is damaged"),
         (lambda sdm: (sdm.parent / "model.safetensors").write_bytes(b"x"), "model of .* could not be loaded"),

@@ -26,7 +26,7 @@ from transformers.trainer_callback import TrainerState
 from sdmlm import trainer as trainer_module
 from sdmlm.encoding import IGNORED, Encoder, collate
 from sdmlm.estimator import SDMEstimator
-from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once, read_final_layer_facts
+from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once, layer_metrics, read_final_layer_facts
 from sdmlm.forward import has_dropout
 from sdmlm.loss import sdm_next_token_loss
 from sdmlm.negatives import generate
@@ -135,6 +135,62 @@ def test_the_final_layer_stands_alone(tmp_path: Path) -> None:
     assert all(text.endswith("<verified>") for text in ours.documents_.values())
     with pytest.raises(ValueError, match="too few for two halves"):
         fit_final_layer(tiny_lm(), encoder, copy_rows(3, 1), trainer.args, progress=False)
+
+
+def test_the_final_layer_has_every_wrong_generation_and_no_right_one(tmp_path: Path) -> None:
+    """gamma_gen = gamma_diversity = 1, whatever the settings of training; greedy."""
+    trainer = make(tmp_path, gamma_gen=0.0, gamma_diversity=0.0)
+    rows, encoder = trainer.calibration_rows, trainer.encoder
+    room = max(len(encoder.continuation(row["chosen"])) for row in rows) + 8
+    bodies = [
+        encoder.tags.split(encoder.decode(ids).removesuffix("</s>"))[0]
+        for ids in generate(trainer.model, encoder, [row["prompt"] for row in rows], room + encoder.suffix_length)
+    ]
+    estimator = trainer.fit_final_layer()
+    layer = estimator.layers_[0]
+    labels = dict(zip(layer.support_ids, layer.support.labels.tolist(), strict=True))
+    labels |= dict(zip(layer.calibration_ids, layer.calibration.labels.tolist(), strict=True))
+    assert {0, 1} == set(labels.values())
+    for i, row in enumerate(rows):
+        text = estimator.documents_[i].removesuffix("\n<verified>")
+        assert bodies[i] not in (row["chosen"], row["rejected"])  # an untrained LM
+        assert text.endswith(row["prompt"] + (row["chosen"] if labels[i] else bodies[i]))
+
+
+def test_the_calibration_summary_by_hand(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path, sdm_epochs=30))
+    estimator = trainer.fit_final_layer()
+    found, layer = layer_metrics(estimator), estimator.layers_[0]
+    ca, region = layer.calibration, layer.region(0.8)
+    points = list(
+        zip(ca.labels.tolist(), ca.z.tolist(), ca.q.tolist(), ca.d.tolist(), ca.q_prime.tolist(), strict=True)
+    )
+    assert {y for y, *_ in points} == {0, 1}
+    admitted, losses = 0, {0: [], 1: []}
+    for y, z, q, d, q_prime in points:
+        powers = [(2 + q) ** (d * value) for value in z]
+        output = [power / sum(powers) for power in powers]
+        losses[y].append(-math.log(output[y], 2 + q))
+        best = z.index(max(z))
+        reached = [c for c in (0, 1) if output[c] >= region.psi[c] - 1e-12]
+        admitted += q_prime >= region.q_min and reached == [best]
+    for c in (0, 1):
+        own = [(z, q) for y, z, q, *_ in points if y == c]
+        assert found[f"mean_q_{c}"] == pytest.approx(sum(q for _, q in own) / len(own))
+        assert found[f"sdm_accuracy_{c}"] == sum(z.index(max(z)) == c for z, _ in own) / len(own)
+        assert found[f"sdm_loss_{c}"] == pytest.approx(sum(losses[c]) / len(own), rel=1e-5)
+        assert found[f"psi_{c}"] == region.psi[c]
+    assert found["sdm_loss_0"] != found["sdm_loss_1"]
+    assert found["admitted"] == admitted / len(points)
+    assert found["q_min"] == region.q_min
+
+
+def test_the_learning_rate_rises_for_a_tenth_and_falls_to_zero(tmp_path: Path) -> None:
+    trainer = make(tmp_path, rows=320, num_train_epochs=1, learning_rate=1e-3, loss="ce")
+    trainer.train()
+    rates = logged(trainer, "learning_rate")
+    expected = [1e-3 * (step / 2 if step < 2 else (20 - step) / 18) for step in range(20)]
+    assert rates == pytest.approx(expected)
 
 
 # What a step computes

@@ -10,7 +10,8 @@ from tiny_lm import tiny_tokenizer
 
 from sdmlm.encoding import Encoder, VerificationTags
 from sdmlm.explain import Exemplar
-from sdmlm.verification import AnswerText, Sampling, Verification, bare
+from sdmlm.region import HighReliabilityRegion
+from sdmlm.verification import AnswerText, Sampling, Verification, bare, widened
 
 WRITTEN = [
     "abc",
@@ -133,3 +134,12 @@ def test_plain_values() -> None:
 def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**{"max_new_tokens": 1, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("q_min", "lowered"), [(0.0, 0.0), (5.0, 4.9995), (1000.0, 999.9), (30_000.0, 29_999.9), (math.inf, math.inf)]
+)
+def test_thresholds_give_way_to_rounding_but_never_by_a_neighbour(q_min: float, lowered: float) -> None:
+    region = widened(HighReliabilityRegion(0.9, q_min, (0.9, 0.99999)))
+    assert region.q_min == pytest.approx(lowered, abs=1e-9)
+    assert region.psi == pytest.approx((0.89999, 0.9999899), abs=1e-12)

@@ -298,10 +298,14 @@ class SDMEstimator:
         x, labels = self.matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
         check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
-        known = float((scores.d_nearest <= 1e-5 * float(layer.support.vectors.norm(dim=1).mean())).mean())
+        ca, vectors = layer.calibration, layer.calibration_vectors
+        distances, _ = SupportSet(vectors, ca.labels, ca.predictions).neighbors(layer.adaptor(x)[0], 1)
+        same = 1e-5 * float(layer.support.vectors.norm(dim=1).mean())
+        known = float(np.mean(np.minimum(scores.d_nearest, distances[:, 0].cpu().numpy()) <= same))
         if known > 0.25:
             raise ValueError(
-                f"{known:.0%} of these points are in the support: a certificate needs points that played no part in fitting."
+                f"{known:.0%} of these points were fitted over (in the support or the calibration half): a certificate needs "
+                "points that played no part in fitting."
             )
         grid = threshold_grid(self.region_, layer.calibration.q_prime.numpy())
         certificate = certify_region(

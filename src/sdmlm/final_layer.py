@@ -200,6 +200,8 @@ def save_final_layer(
         "max_length": encoder.max_length,
         "truncate_prompt": encoder.truncate_prompt,
         "max_new_tokens": args.max_new_tokens,
+        # As the final layer's documents were read: h must be read likewise when it is asked.
+        "autocast": ("bfloat16" if args.bf16 else "float16" if args.fp16 else None) if fine_tuned else None,
         "training": training,
         "calibrated": None if data is None else dict(data),
     }

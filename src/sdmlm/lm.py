@@ -195,20 +195,21 @@ class SDMLanguageModel:
             return bool(piece) and hear is not None and hear(piece) is False
 
         reader = GenerationReader(self.encoder.open_ids, finish) if own else None
-        generated = generate(
-            self.model,
-            self.encoder,
-            prompts if contexts is None else contexts,
-            sampling.max_new_tokens,
-            sampling.temperature,
-            seeds,
-            self.tokens_per_batch,
-            progress,
-            top_p=sampling.top_p,
-            begun=begun,
-            ends=ends if sampling.stop or hears or going is not None else None,
-            reader=reader,
-        )
+        with self._precision():
+            generated = generate(
+                self.model,
+                self.encoder,
+                prompts if contexts is None else contexts,
+                sampling.max_new_tokens,
+                sampling.temperature,
+                seeds,
+                self.tokens_per_batch,
+                progress,
+                top_p=sampling.top_p,
+                begun=begun,
+                ends=ends if sampling.stop or hears or going is not None else None,
+                reader=reader,
+            )
         for n, ids in enumerate(generated):
             if n not in answers:
                 finish(n, ids)
@@ -233,10 +234,18 @@ class SDMLanguageModel:
         if missing:
             ids = [answers[n].ids for n in missing]
             lm = inner_lm(self.model)
-            h = embed_sequences(lm, ids, tokens_per_batch=self.tokens_per_batch, progress=progress)
+            with self._precision():
+                h = embed_sequences(lm, ids, tokens_per_batch=self.tokens_per_batch, progress=progress)
             for n, row in zip(missing, h, strict=True):
                 answers[n].h = row
         return torch.stack([answer.h.float().cpu() for answer in answers if answer.h is not None])
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """That of the documents the SDM layer was fitted over: mixed, where training was."""
+        name = self.facts.get("autocast")
+        if name is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, dtype=getattr(torch, name))
 
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha of their own: the estimator keeps its."""
@@ -480,6 +489,8 @@ class SDMLanguageModel:
             version = int(facts["format_version"])
             tags = VerificationTags(**facts["tags"])
             max_length, truncate_prompt, expected = facts["max_length"], facts["truncate_prompt"], facts["fingerprint"]
+            if facts.get("autocast") not in (None, "bfloat16", "float16"):
+                raise ValueError(f"autocast {facts['autocast']!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{sdm / 'lm.json'} is damaged ({error}): run sdmlm calibrate --force.") from error
         if version > FORMAT_VERSION:

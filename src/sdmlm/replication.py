@@ -118,11 +118,11 @@ def evaluate(
     check_reference(task, rows)
     room = max(lm.sampling().max_new_tokens, completion_room(lm.encoder, rows))
     found = lm.generate([row["prompt"] for row in rows], max_new_tokens=room, neighbors=0, progress=progress)
-    tags, layer = lm.encoder.tags, lm.estimator.layers_[0]
+    tags = lm.encoder.tags
     y = apply_reward(load_reward(reward or task.reward), rows, [v.text for v in found], tags)
     texts = [v.generated or "" for v in found]
     wanted = [tags.strip_suffix(completion_text(row["chosen"])) + tags.suffix(True) for row in rows]
-    regions = [(r.alpha, r.q_min, r.psi[0], r.psi[1]) for r in map(layer.region, ALPHA_GRID)]
+    regions = [(r.alpha, r.q_min, r.psi[0], r.psi[1]) for r in map(lm.region, ALPHA_GRID)]
     return Evaluation(
         y=np.array(y, dtype=np.int64),
         prediction=np.array([v.verdict == tags.yes for v in found], dtype=np.int64),

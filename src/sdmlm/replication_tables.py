@@ -407,9 +407,7 @@ class Comparison:
             says += f" (95% interval over resampled prompts {low} to {high}). "
         else:
             above = sum(difference > 0 for difference in self.differences)
-            says += (
-                f" on average, paired by seed (sd {100 * (self.sd or 0):.1f}, more in {above} of {n}, 95% t interval "
-            )
+            says += f" on average, paired by seed, over the same rows (sd {100 * (self.sd or 0):.1f}, more in {above} of {n}, 95% t interval "
             says += f"{low} to {high}). "
         says += f"Accuracy among the admitted falls below alpha = {self.alpha:g} in {self.below(0)} of {n} with {self.first} "
         says += f"and in {self.below(1)} of {n} with {self.second}. "

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from sdmlm.artifacts import finite_or_none, locked, none_as_infinity, write_text_atomically
+from sdmlm.certify import certify_region
 from sdmlm.encoding import Encoder, check_rows
 from sdmlm.final_layer import SDM_FOLDER
 from sdmlm.layer import ALPHA_GRID
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 KINDS = ("resample", "reprompt", "continue")
 AGAIN = "That answer was not verified. Answer the same instructions again."
 FILE, FORMAT_VERSION = "search.json", 1
+STEPS, DELTA = 5, 0.05  # thresholds that are tested for a search, and the chance that any passes wrongly
 TIE = 1e-6  # outputs this close are equal: the same answer twice may differ in its last bits
 NOT_CALIBRATED = " The search that chose this answer was not calibrated, so it may be accepted too easily."
 
@@ -156,17 +158,15 @@ def verified_region(
     """The part of the SDM layer's own region where final answers accepted as Yes are right at least alpha of the time.
 
     Algorithm 1 asks for both true classes, and a search leaves hardly any answer that is known to be wrong: it went on from
-    those. So only the verdict that a search is for is accepted, Yes, and its accuracy is what is asked for: from the smallest
-    q' of such answers on, at or above the q'_min of the layer, from which on it is alpha. No easier than for a single answer.
+    those. So only the verdict that a search is for is accepted, Yes, and its accuracy is what is asked for, with a margin for
+    chance: thresholds of 1, 2, 4, 8 and 16 times the layer's q'_min are tested as `certify` does, and the lowest that passes
+    is taken. No easier than for a single answer.
     """
-    inside = membership([widened(own)], q_prime, p, predictions)[:, 0] & (predictions == 1)
-    order = np.argsort(q_prime[inside], kind="stable")
-    values, right = q_prime[inside][order], labels[inside][order] == 1
-    first = np.ones(len(values), dtype=bool)
-    first[1:] = values[1:] != values[:-1]
-    accuracy = np.cumsum(right[::-1])[::-1] / np.arange(len(right), 0, -1)
-    good = np.flatnonzero(first & (accuracy >= own.alpha))
-    start = math.inf if not len(good) else own.q_min if good[0] == 0 else float(values[good[0]])
+    start = math.inf
+    if math.isfinite(own.q_min):
+        starts = {widened(dataclasses.replace(own, q_min=q)).q_min: q for q in (own.q_min * 2**k for k in range(STEPS))}
+        tested = certify_region(widened(own), list(starts), q_prime, p, predictions, labels, DELTA, classes=[1])
+        start = math.inf if tested.region is None else starts[tested.region.q_min]
     return HighReliabilityRegion(own.alpha, start, (math.inf, own.psi[1]))
 
 
@@ -369,7 +369,13 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
             if not lm.estimator.documents_.get(i, start).startswith(start):
                 raise ValueError(f"Row {i} has another prompt than document {i} of the SDM layer: {other}")
     known = {_key(rows[i]["prompt"]) for i in layer.support_ids if isinstance(i, int)}
-    kept = sorted(i for i in layer.calibration_ids if _key(rows[i]["prompt"]) not in known)
+    given = [lm.estimator.documents_[i] for i in layer.support_ids if not isinstance(i, int)]  # by feedback
+
+    def new(i: int) -> bool:
+        start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"])) if given else ""
+        return _key(rows[i]["prompt"]) not in known and not any(text.startswith(start) for text in given)
+
+    kept = sorted(i for i in layer.calibration_ids if new(i))
     if not kept:
         raise ValueError(
             "Every calibration prompt is in the support too, so no row is left to calibrate the search on."

@@ -18,7 +18,7 @@ from sdmlm.scores import Scores
 
 # What two passes of an LM over the same document (with a cache, in another batch) may change, in float32: of an SDM output,
 # there also as a share of what is missing to 1, and of q' as a share of it.
-_NOISE, _NOISE_REST, _NOISE_Q = 1e-5, 1e-2, 1e-4
+_NOISE, _NOISE_REST, _NOISE_Q, _MOST_Q = 1e-5, 1e-2, 1e-4, 0.1
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def widened(region: HighReliabilityRegion) -> HighReliabilityRegion:
     digits, and would lie on either side of itself.
     """
     psi = tuple(value - min(_NOISE, _NOISE_REST * max(0.0, 1 - value)) for value in region.psi)
-    return HighReliabilityRegion(region.alpha, region.q_min * (1 - _NOISE_Q), psi)
+    slack = min(region.q_min * _NOISE_Q, _MOST_Q)  # never a whole neighbour
+    return HighReliabilityRegion(region.alpha, region.q_min - slack, psi)
 
 
 def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], alpha: float) -> Scores:
