@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test lint demo base-model bench clean
+.PHONY: install test lint demo base-model bench clean
+
+install: $(READY)  ## into .venv; then `. .venv/bin/activate` puts `sdmlm` on the path
 
 test: lint  ## lint, then every test, in two processes of one thread; the tests of a file stay together
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile

@@ -225,6 +225,7 @@ BAD = {
     "empty": ({"X": np.empty((0, 4)), "y": np.empty(0, int)}, "empty"),
     "no labels": ({"X": points(40)[0]}, "no labels"),
     "one class": ({"X": points(40)[0], "y": np.zeros(40, int)}, "one class"),
+    "one named class": ({"X": points(40)[0], "y": np.full(40, "cat")}, "cat"),
     "fewer points than classes": ({"X": points(3)[0], "y": np.array([0, 1, 5])}, "class"),
     "a lonely class": ({"X": points(21)[0], "y": np.array([0, 1] * 10 + [2])}, "class 2"),
     "NaN": ({"X": np.where(np.arange(320).reshape(40, 8) == 77, np.nan, 1.0), "y": points(40)[1]}, "NaN"),
@@ -277,6 +278,8 @@ def test_bad_options_are_refused(
         ("missing.npz", None, "does not exist"),
         ("a.txt", b"1 2 3", "unknown kind"),
         ("a.npz", b"not a zip", "not a readable"),
+        ("a.npz", b"", "a.npz is empty"),
+        ("", None, "is a folder"),
         ("a.parquet", b"not parquet", "not a readable"),
         ("a.jsonl", b"", "empty"),
         ("a.jsonl", b'{"embedding": [1, 2]', "line 1"),
@@ -291,6 +294,24 @@ def test_bad_files_are_refused(
         (tmp_path / name).write_bytes(content)
     assert says in fails(capsys, "fit", str(tmp_path / name), "--output", str(tmp_path / "est"), *SMALL)
     assert not (tmp_path / "est").exists()
+
+
+def test_scoring_what_was_fitted_over_is_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, new = write_npz(tmp_path / "train.npz", 80), write_npz(tmp_path / "new.npz", 80, seed=5)
+    assert main(["fit", train, "--output", str(tmp_path / "est"), *SMALL]) == 0
+    capsys.readouterr()
+    assert main(["score", str(tmp_path / "est"), train]) == 0
+    assert "100% of the first points were fitted over" in capsys.readouterr().err
+    assert main(["score", str(tmp_path / "est"), new]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_estimator_is_looked_for_in_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lm" / "sdm").mkdir(parents=True)
+    for folder in ("lm", "lm/sdm"):
+        (tmp_path / folder / "config.json").write_text("{}")
+    data = write_npz(tmp_path / "new.npz", 8)
+    assert f"its SDM layer is {tmp_path / 'lm' / 'sdm'}" in fails(capsys, "score", str(tmp_path / "lm"), data)
 
 
 def test_unknown_calibration_label_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,8 @@ def test_a_table_for_people(here: Path, lm: SDMLanguageModel, capsys: pytest.Cap
     assert [row["verified"] for row in written] == [v.verified for v in found]
     assert 0 < verified < 30
     assert all(word in out for word in ("accepted", "rejected"))
+    for prompt, v in zip(PROMPTS[:20], found, strict=False):
+        assert unwrapped(f"asked: {prompt} answer: {v.text} why: {v.reason}") in out
 
 
 def test_prompts_from_json_lines_and_stdin(

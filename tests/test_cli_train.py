@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cli_checks import fails, strict_json
@@ -438,6 +439,70 @@ def test_calibrate_keeps_what_is_known_of_the_training(
     assert lm["training"] == training
     assert training["seed"] != 7
     assert lm["calibrated"]["rows"] == 48
+
+
+def test_calibrate_again_gives_the_same_layer_where_nothing_is_asked_for(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Settings of the layer, seed included, are those of training."""
+    shutil.copytree(trained, "copied")
+    assert main(["calibrate", "copied", "--data", "calibration.jsonl", "--force"]) == 0
+    old, new = (SDMEstimator.from_pretrained(folder / "sdm") for folder in (trained, Path("copied")))
+    assert new.learning_rate == old.learning_rate == 1e-2
+    assert (new.exemplar_dim, new.epochs, new.alpha, new.seed) == (old.exemplar_dim, old.epochs, old.alpha, old.seed)
+    x = np.random.default_rng(0).normal(size=(5, 64))
+    np.testing.assert_array_equal(new.score(x).p, old.score(x).p)
+    # What `sdmlm train` says about a finished run is about the layer that is there.
+    capsys.readouterr()
+    assert main(["calibrate", "copied", "--data", "calibration.jsonl", "--force", "--alpha", "0.6"]) == 0
+    assert main(["train", "--output", "copied", "--resume", "--json"]) == 0
+    assert strict_json(capsys.readouterr().out.splitlines()[-1])["alpha"] == 0.6
+
+
+def test_rows_that_were_trained_on_do_not_calibrate(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, "copied")
+    assert main(["calibrate", "copied", "--data", "rows.jsonl", "--force"]) == 0
+    assert "trained on these rows: the calibration will look too good" in capsys.readouterr().err
+    assert main(["train", "--model", "model", "--data", "rows.jsonl", "--output", "split", *SMALL]) == 0
+    capsys.readouterr()
+    assert main(["calibrate", "split", "--data", "rows.jsonl", "--output", "again", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "rows.jsonl was split for training: only the 24 rows are used that were held out" in err
+    assert strict_json(out)["data"]["rows"] == 24
+    search = ["--data", "rows.jsonl", "--search", "resample", "--budget", "1", "--json"]
+    assert main(["calibrate-search", "again", *search]) == 0  # the same half
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--per-device-train-batch-size", "0", "per_device_train_batch_size is 0 but must be at least 1"),
+        ("--gradient-accumulation-steps", "0", "gradient_accumulation_steps is 0"),
+        ("--learning-rate", "-1", "learning_rate is -1.0 but must be above 0"),
+        ("--num-train-epochs", "-1", "num_train_epochs is -1.0 but must be at least 0"),
+        ("--epochs", "2", "there is no setting --epochs (nearest: --num-train-epochs)"),
+        ("--lr", "1", "there is no setting --lr (nearest: --learning-rate)"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_numbers_that_cannot_be_meant(
+    here: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, message: str, dry: bool
+) -> None:
+    command = ["train", *ROWS, "--output", "new", option, value, *(["--dry-run"] if dry else [])]
+    assert message in fails(capsys, *command)
+    assert not Path("new").exists()
+
+
+def test_resuming_what_is_not_there_or_with_other_rows(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "nothing holds no run to resume" in fails(capsys, "train", "--output", "nothing", "--resume")
+    shutil.copytree(trained, "copied")
+    other = fails(capsys, "train", "--output", "copied", "--resume", "--data", "calibration.jsonl")
+    assert "rows (calibration.jsonl) have changed since this run began" in other
+    assert main(["train", "--output", "copied", "--resume", "--data", "rows.jsonl"]) == 0
 
 
 def test_the_reward_decides_what_is_a_negative(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,15 @@ def test_a_calibration_document_lies_on_its_own_side_of_the_threshold(lm: SDMLan
     assert on_it
 
 
+def test_a_reason_names_the_thresholds_as_they_were_found(lm: SDMLanguageModel) -> None:
+    """Not those that give way to rounding."""
+    region = lm.estimator.layers_[0].region(0.8)
+    accepted = [v.reason for v in lm.generate(PROMPTS, alpha=0.8, progress=False) if v.accepted]
+    assert accepted
+    for text in accepted:
+        assert f"at least {region.q_min:.4g})" in text
+
+
 def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: Path) -> None:
     """As those of the SDM layer were: otherwise every h would lie off its place."""
     lm = SDMLanguageModel.from_pretrained(train(tmp_path, bf16=True))
@@ -597,7 +606,7 @@ def test_the_hub(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nowhere", "./no/where", "/no/where"):
-        with pytest.raises(ValueError, match="is no folder here"):
+        with pytest.raises(ValueError, match="is no folder here: name"):
             SDMLanguageModel.from_pretrained(name)
 
     def offline(name: str, **options: Any) -> str:

@@ -73,7 +73,9 @@ class Certificate:
         """What is certified, in words."""
         if self.region is None:
             fix = "no number of points can show that nothing is ever wrong" if self.alpha == 1 else "give more points"
-            return f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: {fix}, or a lower alpha."
+            some = ", or only some of the classes" if len(self.classes) > 1 else ""
+            says = f"No threshold could be certified at alpha {self.alpha} with delta {self.delta}: {fix}, or a lower alpha"
+            return f"{says}{some} (decide before you look at these points again)."
         covered = "each predicted class"
         if len(self.classes) < len(self.region.psi):
             names = ", ".join(f"class {c}" if class_names is None else f'"{class_names[c]}"' for c in self.classes)

@@ -16,6 +16,13 @@ from transformers import TrainingArguments
 from sdmlm.encoding import VerificationTags
 from sdmlm.estimator import SDMEstimator
 
+# Which field holds a parameter of the `SDMEstimator` of each SDM layer
+LAYER_FIELDS = {
+    "alpha": "alpha",
+    "exemplar_dim": "exemplar_dim",
+    **{name: f"sdm_{name}" for name in ("epochs", "batch_size", "learning_rate", "rounds", "center")},
+}
+
 
 @dataclass
 class SDMConfig(TrainingArguments):  # type: ignore[misc]
@@ -82,6 +89,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         if self.loss not in ("sdm", "ce"):
             raise ValueError(f'loss is {self.loss!r} but must be "sdm" or "ce".')
+        self._check_numbers()
         self._check_estimator()
         for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
             if not 0 <= getattr(self, name) <= 1:
@@ -89,6 +97,18 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()
+
+    def _check_numbers(self) -> None:
+        """What `TrainingArguments` lets through, and would fail or do nothing with later."""
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)} but must be at least 1.")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate} but must be above 0.")
+        if not self.num_train_epochs >= 0:
+            raise ValueError(
+                f"num_train_epochs is {self.num_train_epochs} but must be at least 0 (which trains nothing)."
+            )
 
     def _check_estimator(self) -> None:
         """Refuse now what the SDM layer would refuse later: with `loss="ce"` the first one comes after training."""
@@ -110,12 +130,4 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
 
     def estimator_parameters(self) -> dict[str, Any]:
         """The parameters of the `SDMEstimator` of each SDM layer."""
-        return {
-            "alpha": self.alpha,
-            "exemplar_dim": self.exemplar_dim,
-            "epochs": self.sdm_epochs,
-            "batch_size": self.sdm_batch_size,
-            "learning_rate": self.sdm_learning_rate,
-            "rounds": self.sdm_rounds,
-            "center": self.sdm_center,
-        }
+        return {parameter: getattr(self, field) for parameter, field in LAYER_FIELDS.items()}

@@ -63,7 +63,9 @@ def read_embeddings(path: str | Path, class_names: Sequence[str] | None = None) 
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: name an .npz, .parquet or .jsonl file of embeddings.")
+        raise ValueError(
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: name an .npz, .parquet or .jsonl file of embeddings."
+        )
     readers = {".npz": _read_npz, ".parquet": _read_parquet, ".jsonl": _read_jsonl}
     if path.suffix not in readers:
         raise ValueError(f"{path} is of an unknown kind: embeddings are read from .npz, .parquet or .jsonl files.")
@@ -131,6 +133,8 @@ def _matrix(values: Any, path: Path, name: str, dtype: Any) -> NDArray[Any] | No
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty.")
     try:
         opened = np.load(path, allow_pickle=False)
         if not isinstance(opened, np.lib.npyio.NpzFile):

@@ -298,11 +298,7 @@ class SDMEstimator:
         x, labels = self.matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
         check_lengths("X", len(x), "y", len(labels))
         layer, scores = self.layers_[0], self.score(X)
-        ca, vectors = layer.calibration, layer.calibration_vectors
-        distances, _ = SupportSet(vectors, ca.labels, ca.predictions).neighbors(layer.adaptor(x)[0], 1)
-        same = 1e-5 * float(layer.support.vectors.norm(dim=1).mean())
-        known = float(np.mean(np.minimum(scores.d_nearest, distances[:, 0].cpu().numpy()) <= same))
-        if known > 0.25:
+        if (known := self.share_fitted(X)) > 0.25:
             raise ValueError(
                 f"{known:.0%} of these points were fitted over (in the support or the calibration half): a certificate needs "
                 "points that played no part in fitting."
@@ -312,6 +308,16 @@ class SDMEstimator:
             self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes
         )
         return replace(certificate, estimator=self.digest())
+
+    def share_fitted(self, X: ArrayLike | Tensor) -> float:
+        """How many of these points were fitted over: they are in the support or among the calibration points."""
+        self._check_fitted()
+        layer, ca = self.layers_[0], self.layers_[0].calibration
+        vectors, _ = layer.adaptor(self.matrix(X, "X", self.n_features_in_))
+        held = SupportSet(layer.calibration_vectors, ca.labels, ca.predictions)
+        nearest = torch.minimum(layer.support.neighbors(vectors, 1)[0], held.neighbors(vectors, 1)[0])
+        same = 1e-5 * float(layer.support.vectors.norm(dim=1).mean())
+        return float((nearest <= same).double().mean())
 
     def digest(self) -> str:
         """A hash over everything that decisions rest on, except alpha: weights, support, calibration points."""

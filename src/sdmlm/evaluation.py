@@ -210,7 +210,9 @@ class Table:
 
     def rich(self) -> RichTable:
         """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""
-        caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. R: all rejected (R2/3: in 2 of 3 seeds)."
+        seeds = any(cell.rejected for row in self.rows for _, cell in self._shown(row.metrics))
+        r = "R: all rejected" + (" (R2/3: in 2 of 3 seeds)" if seeds else "")
+        caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. {r}."
         table = RichTable(caption=caption, box=box.SIMPLE_HEAD, padding=0)
         table.add_column("Estimator", no_wrap=True)
         for column in self._columns("y", "ŷ"):

@@ -62,6 +62,11 @@ def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: S
     c, q, q_prime, p = int(scores.prediction[i]), int(scores.q[i]), scores.q_prime[i], scores.probability[i]
     name = f"class {c}" if class_names is None else f'"{class_names[c]}"'
     agree = f"the nearest {q} training documents are" if q > 1 else "only the nearest training document is"
+    if scores.accepted[i]:
+        return (
+            f"Accepted as {name} at alpha {region.alpha:g}: {agree} rightly predicted as {name} (q' {q_prime:.4g}, at least "
+            f"{region.q_min:.4g}), at distance quantile d {scores.d[i]:.2f}, with SDM output {p:.4f} (at least {region.psi[c]:.4f})."
+        )
     if q == 0:
         return (
             f"Rejected as out of distribution: the nearest training document is not one that is rightly predicted as "
@@ -76,14 +81,7 @@ def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: S
         )
     if p < region.psi[c]:
         return f"Rejected: the SDM output {p:.4f} for {name} is below its threshold psi {region.psi[c]:.4f}."
-    if not scores.accepted[i]:
-        return (
-            f"Rejected: another class also reaches its threshold, or another model of the ensemble disagrees on {name}."
-        )
-    return (
-        f"Accepted as {name} at alpha {region.alpha:g}: {agree} rightly predicted as {name} (q' {q_prime:.4g}, at least "
-        f"{region.q_min:.4g}), at distance quantile d {scores.d[i]:.2f}, with SDM output {p:.4f} (at least {region.psi[c]:.4f})."
-    )
+    return f"Rejected: another class also reaches its threshold, or another model of the ensemble disagrees on {name}."
 
 
 def explain_points(

@@ -226,7 +226,8 @@ class SDMLanguageModel:
         if not answers:
             return []
         h = self.summaries(answers, progress)
-        return self.verdicts(answers, h, self.score(h, alpha), self.region(alpha), neighbors)
+        region = self.estimator.layers_[0].region(alpha)
+        return self.verdicts(answers, h, self.score(h, alpha), region, neighbors)
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
         """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
@@ -264,7 +265,7 @@ class SDMLanguageModel:
         region: HighReliabilityRegion,
         neighbors: int,
     ) -> list[Verification]:
-        """Answers with their scores, in words too; `region` is the one that the scores were decided by."""
+        """Answers with their scores, in words too; `region` is what they were decided by, as it was found (not widened)."""
         tags, layer = self.tags, self.estimator.layers_[0]
         exemplars: list[tuple[Exemplar, ...]] = [()] * len(answers)
         if neighbors:
@@ -575,7 +576,8 @@ def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]
             raise ValueError(f"{path} is a folder here: {', '.join(hub)} goes only with a model of the Hub.")
         return folder, True
     name = str(path)
-    if folder.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+    here = folder.parent != Path() and folder.parent.is_dir()  # a folder here that is misspelt, then
+    if folder.exists() or here or name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise ValueError(f"{path} is no folder here: name the folder of an SDM language model, or org/name of the Hub.")
     from huggingface_hub import snapshot_download
 
@@ -584,6 +586,8 @@ def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]
         return Path(snapshot_download(name, ignore_patterns=["checkpoint-*", "*.bin", "*.pt"], **hub)), False
     except (OSError, ValueError) as error:
         why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        if "ConnectError" in why or "cannot find the requested files in the local cache" in why:
+            why = "it cannot be reached"
         raise ValueError(f"{path} is no folder here, and the Hub did not give it: {why}.") from error
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 # Settings that have an option of another name.
 _ELSEWHERE = {"output_dir": "--output", "resume_from_checkpoint": "--resume"}
+_USUAL = {"epochs": "num_train_epochs", "lr": "learning_rate", "batch_size": "per_device_train_batch_size"}  # elsewhere
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "JSON"}
 
@@ -167,7 +168,7 @@ def typed(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str | None 
 def _hint(name: str, known: Iterable[str], in_recipe: bool) -> str:
     if name in _ELSEWHERE:
         return f": use {_ELSEWHERE[name]}"
-    close = difflib.get_close_matches(name, known, n=1)
+    close = [_USUAL[name]] if name in _USUAL else difflib.get_close_matches(name, known, n=1)
     if not close:
         return " (`sdmlm train --help` lists them)"
     return f" (nearest: {close[0] if in_recipe else '--' + close[0].replace('_', '-')})"

@@ -284,7 +284,8 @@ def _verifications(
     region_at = lm.region if calibration is None else calibration.deciding
     scores = decided(scores, region_at, alpha)
     plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
-    found = lm.verdicts(answers, lm.summaries(answers), scores, region_at(alpha), neighbors)
+    shown = (lm.estimator.layers_[0] if calibration is None else calibration).region(alpha)
+    found = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
     return [
         dataclasses.replace(v, tries=n, calibrated=plain, reason=v.reason if plain else v.reason + NOT_CALIBRATED)
         for v, n in zip(found, tries, strict=True)

@@ -195,7 +195,9 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         """Hard negatives and the SDM layer of an epoch (from 0), unless a checkpoint brought them."""
         if self._layer_epoch == epoch:
             return
-        with self._phase("generation", f"Epoch {epoch + 1}: generating hard negatives"):
+        hard = self.args.hard_negatives and epoch > 0
+        doing = "generating hard negatives" if hard else "choosing documents"
+        with self._phase("generation", f"Epoch {epoch + 1}: {doing}"):
             generated = generate_negatives(  # the policy counts epochs from 1
                 self.accelerator,
                 self.negatives,

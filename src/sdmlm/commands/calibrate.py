@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging as std_logging
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdmlm import recipe
 from sdmlm.commands import common
 from sdmlm.demo import BASE_MODEL
+from sdmlm.record import RECORD, held_out
 
 if TYPE_CHECKING:
     from sdmlm.config import SDMConfig
@@ -47,7 +49,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     recipe.add_fields(parser, "the SDM layer and its documents", FIELDS)
     parser.add_argument(
-        "--seed", default=argparse.SUPPRESS, metavar="N", help="the same seed gives the same layer (42)"
+        "--seed",
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="the same seed gives the same layer (that of training, or 42)",
     )
     parser.set_defaults(run=run)
 
@@ -71,24 +76,29 @@ def _calibrate(args: argparse.Namespace) -> None:
     config = SDMConfig(**{"output_dir": None, "report_to": "none", **_as_before(args.model), **given})
     target = _target(args)
     data = read_preferences(args.data, config.tags())
+    rows = held_out(data.rows, data.sha256, args.model)
     reward = load_reward(args.reward)
     tokenizer = load_tokenizer(args.model)
+    if len(rows) < len(data) and is_main():
+        common.warn(f"{data.source} was split for training: only the {len(rows)} rows are used that were held out.")
     model = load_model(args.model, "auto").to(config.device)
     encoder = Encoder(tokenizer, config.tags(), position_limit(model, config.max_length), config.truncate_prompt)
-    check_lengths(encoder, data.rows, data.source)
-    config.max_new_tokens = config.max_new_tokens or completion_room(encoder, data.rows)
+    check_lengths(encoder, rows, data.source)
+    config.max_new_tokens = config.max_new_tokens or completion_room(encoder, rows)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
-        estimator = fit_final_layer(model, encoder, data.rows, config, reward)
+        estimator = fit_final_layer(model, encoder, rows, config, reward)
     if not is_main():
         return
     weights = inner_lm(model).state_dict()
-    source = {"source": data.source, "sha256": data.sha256, "rows": len(data)}
+    source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if args.output is None:
         save_final_layer(target / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
     else:
         with whole_folder(target) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            if (Path(args.model) / RECORD).exists():
+                shutil.copy(Path(args.model) / RECORD, partial / RECORD)
             save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
     facts = {"output": str(target), "model": args.model, "data": source, **layer_facts(estimator, config)}
     if args.json:
@@ -101,15 +111,25 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _as_before(model: str) -> dict[str, Any]:
-    """How documents were put to this model when its SDM layer was fitted: a new layer must see them likewise.
+    """How documents were put to this model when its SDM layer was fitted: a new layer must see them likewise. And the settings
+    of that layer.
 
     Not by `read_final_layer_facts`: where a save was cut off, this command is the repair, and the older facts are right.
     """
-    try:
-        facts = json.loads((Path(model) / "sdm" / "lm.json").read_text(encoding="utf-8"))
-        return {"verification_tags": facts["tags"], **{name: facts[name] for name in ("max_length", "truncate_prompt")}}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    from sdmlm.artifacts import CONFIG
+    from sdmlm.config import LAYER_FIELDS
+
+    sdm, before = Path(model) / "sdm", {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        facts = json.loads((sdm / "lm.json").read_text(encoding="utf-8"))
+        names = ("max_length", "truncate_prompt")
+        before = {"verification_tags": facts["tags"], **{name: facts[name] for name in names}}
+        if facts["training"] is not None:
+            before |= {name: facts["training"][name] for name in ("gamma_plus", "seed")}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        old = json.loads((sdm / CONFIG).read_text(encoding="utf-8"))["parameters"]
+        before |= {field: old[parameter] for parameter, field in LAYER_FIELDS.items()}
+    return before
 
 
 def _target(args: argparse.Namespace) -> Path:
@@ -164,6 +184,13 @@ def require_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # "Loading weights" would stand among our own lines
+    quiet = std_logging.getLogger("transformers.trainer_utils")
+    if _not_about_mtime not in quiet.filters:  # a remark on the file system, of no use to anybody here
+        quiet.addFilter(_not_about_mtime)
+
+
+def _not_about_mtime(record: std_logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("mtime may not be reliable")
 
 
 def _check_model_folder(model: str) -> None:
@@ -271,13 +298,15 @@ def _number(value: float | None) -> str:
 def show_next(out: Any, folder: str, facts: dict[str, Any]) -> None:
     """What a person may do with an SDM LM."""
     out.print(
-        f'Next: AutoModelForCausalLM.from_pretrained("{folder}") opens the model, '
-        f'SDMEstimator.from_pretrained("{folder}/sdm") its SDM layer.',
+        f"Next: sdmlm report {folder}, sdmlm chat {folder}, sdmlm serve {folder}, or in Python "
+        f'SDMLanguageModel.from_pretrained("{folder}").',
         markup=False,
         soft_wrap=True,
     )
     if not facts["calibration"]["accepted"]:
+        highest = facts.get("highest_alpha")
+        lower = f"a lower --alpha (up to {highest:g} there is a region)" if highest else "another --exemplar-dim"
         common.warn(
-            "nothing will be accepted at this alpha: try more calibration rows, longer training, or a lower --alpha "
-            f"with sdmlm calibrate {folder} --force."
+            f"nothing will be accepted at this alpha: try {lower} or another --sdm-learning-rate (small models need more) "
+            f"with sdmlm calibrate {folder} --force, more rows, or longer training."
         )

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sdmlm.commands import common
 from sdmlm.commands.calibrate import REWARD_HELP, one_voice
 from sdmlm.commands.generate import add_model, add_writing, load, policy
-from sdmlm.commands.plan import halves
-from sdmlm.record import read_record
+from sdmlm.record import held_out
 
 if TYPE_CHECKING:
     from sdmlm.search import SearchCalibration
@@ -83,16 +82,6 @@ def _run(args: argparse.Namespace) -> None:
             "(sdmlm report), and try a lower --alpha."
         )
     out.print(f"Written: {args.model}/sdm/search.json. sdmlm generate --search and sdmlm serve use it.", markup=False)
-
-
-def held_out(rows: list[dict[str, Any]], sha256: str | None, model: Path) -> list[dict[str, Any]]:
-    """The calibration half of a file that `sdmlm train` split into two; all rows of any other file."""
-    record = read_record(model)
-    if record is None:
-        return rows
-    train, calibration = record["data"]["train"], record["data"]["calibration"]
-    split = train["sha256"] == calibration["sha256"] == sha256 and calibration["used"] < calibration["rows"]
-    return halves(rows, int(record["config"]["seed"]))[1] if split else rows
 
 
 def summary(found: SearchCalibration) -> dict[str, Any]:

@@ -93,6 +93,14 @@ def labels_of(data: Embeddings, path: str, n_classes: int | None = None) -> NDAr
     return y
 
 
+def labels_to_fit(data: Embeddings, path: str) -> NDArray[np.int64]:
+    """The labels of a file to fit on: of at least two classes."""
+    y = labels_of(data, path)
+    if len(set(y.tolist())) == 1:
+        raise ValueError(f"{path} holds only one class ({data.class_names[int(y[0])]}): at least two are needed.")
+    return y
+
+
 def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
     """A saved estimator and the names of its classes (their numbers, where it was saved without names)."""
     from sdmlm.estimator import SDMEstimator

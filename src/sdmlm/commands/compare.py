@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
     files = output_files(args.output)
     data = read_embeddings(args.embeddings)
-    common.labels_of(data, args.embeddings)
+    common.labels_to_fit(data, args.embeddings)
     if args.test:
         tests = {}
         for path in args.test:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from sdmlm.commands import common
@@ -24,6 +25,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run one of the demos."""
+    if args.output is not None and Path(args.output).is_file():
+        raise ValueError(f"{args.output} is a file: give a folder with --output.")
     if args.digits:
         from sdmlm.demo.estimator import run_demo as run_digits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.commands import common
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_output_file(args.report, ".html")
     data = read_embeddings(args.embeddings)
     estimator = SDMEstimator(alpha=args.alpha, **common.estimator_parameters(args))
-    y = common.labels_of(data, args.embeddings)
+    y = common.labels_to_fit(data, args.embeddings)
     documents, calibration = data.documents(), None
     if args.calibration is not None:
         held = read_embeddings(args.calibration, data.class_names)
@@ -71,6 +72,7 @@ def _calibration(held: Embeddings, path: str, data: Embeddings) -> tuple[Any, An
 def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
     """What came of the fit, over the calibration points of the best round."""
     from sdmlm.activation import sdm_losses
+    from sdmlm.layer import ALPHA_GRID
 
     ca, region = estimator.layers_[0].calibration, estimator.region_
     losses = sdm_losses(ca.z, ca.q, ca.d, ca.labels).numpy()
@@ -87,8 +89,10 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
             "accepted": (own & inside).sum(),
             "accuracy_accepted": right[own & inside].mean() if (own & inside).any() else None,
         }
+    layer = estimator.layers_[0]
     return {
         **common.region_facts(region, names),
+        "highest_alpha": max((a for a in ALPHA_GRID if math.isfinite(layer.region(a).q_min)), default=None),
         "loss": estimator.loss_,
         "rounds": len(estimator.layers_) if estimator.ensemble else estimator.rounds,
         "support": len(estimator.layers_[0].support),
@@ -119,5 +123,7 @@ def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
     out.print(f"alpha {facts['alpha']:g}: q'min {common.number(facts['q_min'])}, balanced loss {facts['loss']:.4f}")
     out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
     if not ca["accepted"]:
-        common.warn("nothing will be accepted at this alpha: try more data, a higher learning rate or a lower alpha.")
+        highest = facts["highest_alpha"]
+        lower = f"a lower alpha (up to {highest:g} there is a region)" if highest else "another exemplar dim"
+        common.warn(f"nothing will be accepted at this alpha: try {lower}, a higher learning rate or more data.")
     out.print(f"Saved to {args.output}." + (f" Report: {args.report}." if args.report else ""), markup=False)

@@ -181,7 +181,8 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], found: Sequen
             print(line)
         return
     out = common.console(args)
-    out.print(_table(found))
+    for n, (row, v) in enumerate(zip(rows[:_SHOWN], found, strict=False)):
+        _show_one(out, n, row["prompt"], v)
     if len(found) > _SHOWN:
         out.print(f"... and {len(found) - _SHOWN} more" + ("." if args.output else ": give --output to see all."))
     accepted, verified = sum(v.accepted for v in found), sum(v.verified for v in found)
@@ -196,24 +197,16 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], found: Sequen
         out.print(f"Written: {args.output}.", markup=False)
 
 
-def _table(found: Sequence[Verification]) -> Any:
+def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:
+    """The decision in colour, what was asked, the answer, and why."""
+    from rich.padding import Padding
     from rich.text import Text
 
-    columns = ("", "verdict", "decision", "SDM", "q", "answer", "why")
-    table = common.rich_table("Answers", columns, left=["verdict", "decision", "answer", "why"])
-    for n, v in enumerate(found[:_SHOWN]):
-        answer = v.text if len(v.text) <= 200 else v.text[:200] + "..."
-        style = colour(v)
-        table.add_row(
-            str(n),
-            Text(v.verdict, style),
-            Text(decision(v), style),
-            f"{v.probability:.3f}",
-            str(v.q),
-            Text(answer),
-            Text(v.reason),
-        )
-    return table
+    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    out.print(Text.assemble(f"{n}  ", (f"{v.verdict}, {decision(v)}", colour(v))))
+    for name, text in (("asked:  ", asked), ("answer: ", v.text), ("why:    ", v.reason)):
+        shown = text.strip() if len(text) <= 300 or name == "why:    " else text[:300].strip() + "..."
+        out.print(Padding(Text.assemble((name, "dim"), shown), (0, 0, 0, 3)))
 
 
 def decision(v: Verification) -> str:

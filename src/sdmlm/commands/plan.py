@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import recipe
 from sdmlm.commands import calibrate, common
-from sdmlm.record import RECORD, read_record
+from sdmlm.record import RECORD, halves, read_record
 
 if TYPE_CHECKING:
     from sdmlm.config import SDMConfig
@@ -64,6 +64,8 @@ def read_settings(args: argparse.Namespace, record: dict[str, Any] | None) -> tu
     settings = before | given
     for name in ("model", "data", "output"):
         if settings.get(name) is None and not (name == "output" and args.dry_run):
+            if args.resume and record is None and settings.get("output"):
+                raise ValueError(f"{settings['output']} holds no run to resume: give --model and --data to begin one.")
             raise ValueError(f"--{name} is missing: give it, or a recipe that has it.")
     if settings.get("lora_r") is not None and settings["lora_r"] < 1:
         raise ValueError(f"lora_r is {settings['lora_r']} but must be at least 1.")
@@ -161,16 +163,6 @@ def announce(plan: Plan) -> None:
         common.warn(
             f"{shared} prompts stand both in the training and in the calibration rows: the calibration will look too good."
         )
-
-
-def halves(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
-    """Two random halves, each in the order of the file; the odd row is trained on."""
-    import numpy as np
-
-    order = np.random.default_rng([seed, 5]).permutation(len(rows))
-    cut = (len(rows) + 1) // 2
-    first, second = ([rows[i] for i in sorted(part.tolist())] for part in (order[:cut], order[cut:]))
-    return first, second
 
 
 def _key(row: Row) -> str:

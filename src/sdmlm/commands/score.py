@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> None:
     if data.y is not None:
         common.labels_of(data, args.embeddings)
     scores = common.score_rows(estimator, data.X)
+    if (known := estimator.share_fitted(data.X[:1000])) > 0.25:
+        common.warn(f"{known:.0%} of the first points were fitted over, so their accuracy says little about new ones.")
     region = estimator.region_
     if args.certificate is not None:
         scores, region = _certified(scores, estimator, args.certificate)

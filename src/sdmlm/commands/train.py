@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> None:
         record = record_to_resume(args)
         settings, config = read_settings(args, record)
         if record is not None and record["status"] == "finished" and not args.dry_run:
-            _tell(args, record["summary"], f"{settings['output']} is finished already: nothing was done.")
+            if args.data is not None or args.calibration is not None:
+                make_plan(settings, config, record)  # refuses other rows than those of the run
+            _tell_finished(args, record, settings["output"])
             return
         plan = make_plan(settings, config, record)
         if args.dry_run:
@@ -129,6 +131,17 @@ def _write_record(
     }
     text = json.dumps(json.loads(common.to_json(record)), indent=1, ensure_ascii=False, allow_nan=False)
     write_text_atomically(output / RECORD, text + "\n")
+
+
+def _tell_finished(args: argparse.Namespace, record: dict[str, Any], output: str) -> None:
+    """The summary that was recorded, with the SDM layer that is there now: `sdmlm calibrate` may have been run since."""
+    from sdmlm.config import SDMConfig
+    from sdmlm.estimator import SDMEstimator
+    from sdmlm.final_layer import SDM_FOLDER
+
+    config = SDMConfig(output_dir=None, report_to="none", verification_tags=record["config"]["verification_tags"])
+    now = calibrate.layer_facts(SDMEstimator.from_pretrained(Path(output) / SDM_FOLDER), config)
+    _tell(args, {**record["summary"], **now}, f"{output} is finished already: nothing was done.")
 
 
 def _tell(args: argparse.Namespace, summary: dict[str, Any], first: str | None = None) -> None:

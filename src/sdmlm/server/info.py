@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
+from sdmlm.artifacts import finite_or_none
 from sdmlm.encoding import Encoder
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.lm import SDMLanguageModel
@@ -18,11 +18,9 @@ EXAMPLES = 6
 
 def region_facts(region: HighReliabilityRegion) -> dict[str, Any]:
     """A region as plain values; None where there is no threshold that anything could reach."""
-    return {"alpha": region.alpha, "q_min": _finite(region.q_min), "psi": [_finite(v) for v in region.psi]}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return {
+        "alpha": region.alpha, "q_min": finite_or_none(region.q_min), "psi": [finite_or_none(v) for v in region.psi]
+    }  # fmt: skip
 
 
 def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
