@@ -76,6 +76,9 @@ READING = (
     "when its verdict (Yes: the words are in order, No: they are not) lies in the high-reliability region. n/|D| is the share "
     "accepted, Acc. how many of those verdicts are right."
 )
+FAST_READING = (
+    " With so few rows and epochs little or nothing is accepted: `sdmlm demo`, without --fast, takes its time."
+)
 
 
 def run_demo(folder: str, fast: bool, out: Console) -> Tables:
@@ -101,7 +104,7 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
     found = tables(runs)
     for table in found.rich():
         out.print(table)
-    out.print(READING.format(**sizes), style="italic")
+    out.print(READING.format(**sizes) + (FAST_READING if fast else ""), style="italic")
     for comparison in found.comparisons:
         out.print(Text("\n" + comparison.statement()))
     for title, prompt, verification in examples:

@@ -66,7 +66,7 @@ def table(caption: str, head: Sequence[str] | None, rows: Sequence[Sequence[str]
     for first, *others in rows:
         cells = "".join(f"<td>{text(cell)}</td>" for cell in others)
         lines.append(f"<tr><th scope='row'>{text(first)}</th>{cells}</tr>")
-    body = f"<table><caption>{text(caption)}</caption>{top}<tbody>{''.join(lines)}</tbody></table>"
+    body = f"<table><caption><span>{text(caption)}</span></caption>{top}<tbody>{''.join(lines)}</tbody></table>"
     return f"<div class='wide' tabindex='0' role='region' aria-label='{text(caption)}'>{body}</div>"
 
 
@@ -126,6 +126,7 @@ figcaption, footer { color: var(--faint); font-size: .92rem; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--faint); padding-bottom: .3rem; }
+caption span { position: sticky; left: 0; display: inline-block; max-width: min(58rem, 92vw); }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th[scope=row], thead th:first-child { text-align: left; font-weight: 500; }
 td:last-child { white-space: pre-wrap; }

@@ -158,11 +158,12 @@ def training_curves(runs: Sequence[Run]) -> Figure | None:
                 "color": plots.PALETTE[n],
                 "linestyle": _LINES[n],
                 "linewidth": 1.3,
-                "marker": ".",
-                "markersize": 4,
+                "marker": "o",
+                "markersize": 3 if len(found["epoch"]) > 3 else 6,
             }
             axes.plot(found["epoch"], found[name], label=None if run.setting in named else run.label, **style)
             named.add(run.setting)
+        axes.set_visible(bool(named))  # fine-tuning with cross-entropy has only the last of them
         axes.set(title=title, xlabel="Epoch")
         if name == "eval_admitted":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
