@@ -33,7 +33,8 @@ def label_tensor(values: Any, name: str) -> Tensor:
     if array.dtype.kind == "f" and bool((array == np.floor(array)).all()) and bool(np.isfinite(array).all()):
         array = array.astype(np.int64)
     if array.size and array.dtype.kind not in "iub":
-        raise ValueError(f"{name} must hold whole numbers (class indices 0..C-1), got {array.dtype}.")
+        named = ": SDMClassifier takes named classes" if array.dtype.kind in "OUS" else ""
+        raise ValueError(f"{name} must hold whole numbers (class indices 0..C-1), got {array.dtype}{named}.")
     return torch.from_numpy(array.astype(np.int64))
 
 
