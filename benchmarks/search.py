@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from sdmlm import SDMLanguageModel
+from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.replication import load_task
 from sdmlm.rewards import apply_reward
-from sdmlm.search import SearchPolicy, calibrate_search
 from sdmlm.summary import batches_by_length
 from sdmlm.verification import Verification
 

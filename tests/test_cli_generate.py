@@ -14,11 +14,10 @@ import pytest
 from cli_checks import fails, strict_json
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
-from sdmlm import SDMLanguageModel
+from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
 from sdmlm.cli import main
 from sdmlm.commands.calibrate_search import summary
 from sdmlm.commands.common import to_json
-from sdmlm.search import SearchPolicy, calibrate_search
 
 PROMPTS = [row["prompt"] for row in marked_rows(30, 5)]
 

@@ -20,15 +20,8 @@ from sdmlm.commands.calibrate_search import summary
 from sdmlm.encoding import Encoder
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
-from sdmlm.search import (
-    AGAIN,
-    KINDS,
-    SearchCalibration,
-    SearchPolicy,
-    calibrate_search,
-    reprompted,
-    verified_region,
-)
+from sdmlm.search import AGAIN, KINDS, SearchPolicy, reprompted
+from sdmlm.search_calibration import SearchCalibration, calibrate_search, verified_region
 from sdmlm.verification import Verification
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]

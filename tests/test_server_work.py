@@ -13,8 +13,7 @@ import torch
 from server_checks import PROMPTS, Slow, trained, wait_until
 from tiny_sdm_lm import calibration_rows
 
-from sdmlm import SDMLanguageModel, Verification
-from sdmlm.search import SearchPolicy, calibrate_search
+from sdmlm import SDMLanguageModel, SearchPolicy, Verification, calibrate_search
 from sdmlm.server.errors import ApiError
 from sdmlm.server.info import describe
 from sdmlm.server.model import Model

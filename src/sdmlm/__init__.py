@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
     from sdmlm.region import HighReliabilityRegion
     from sdmlm.scores import Scores
+    from sdmlm.search import SearchPolicy
+    from sdmlm.search_calibration import calibrate_search
     from sdmlm.trainer import SDMTrainer
     from sdmlm.verification import Verification
 
@@ -23,7 +25,9 @@ _WHERE = {
     "SDMLanguageModel": "sdmlm.lm",
     "SDMTrainer": "sdmlm.trainer",
     "Scores": "sdmlm.scores",
+    "SearchPolicy": "sdmlm.search",
     "Verification": "sdmlm.verification",
+    "calibrate_search": "sdmlm.search_calibration",
 }
 __all__ = [
     "HighReliabilityRegion",
@@ -33,8 +37,10 @@ __all__ = [
     "SDMLanguageModel",
     "SDMTrainer",
     "Scores",
+    "SearchPolicy",
     "Verification",
     "__version__",
+    "calibrate_search",
 ]
 
 

@@ -34,7 +34,8 @@ from sdmlm.summary import GenerationReader, embed_sequences
 from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole, decided, widened
 
 if TYPE_CHECKING:
-    from sdmlm.search import SearchCalibration, SearchPolicy
+    from sdmlm.search import SearchPolicy
+    from sdmlm.search_calibration import SearchCalibration
 
 FORMAT_VERSION = 1  # of sdm/lm.json
 MAX_NEW_TOKENS = 256  # where the SDM layer was saved without a bound
@@ -477,7 +478,7 @@ class SDMLanguageModel:
         fitted over other weights is refused, unless `allow_other_weights`: its verdicts then mean little. `hub`: what
         `huggingface_hub.snapshot_download` takes, such as revision and token.
         """
-        from sdmlm.search import load_searches
+        from sdmlm.search_calibration import load_searches
 
         folder, own = _local_folder(path, hub)
         sdm = folder / SDM_FOLDER
@@ -525,7 +526,7 @@ class SDMLanguageModel:
     def _save(self, folder: Path, name: str) -> None:
         """`name` is what the card calls the model."""
         from sdmlm.model_card import WRITTEN_BY, model_card
-        from sdmlm.search import save_searches
+        from sdmlm.search_calibration import save_searches
 
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file: name a folder to save into.")

@@ -14,7 +14,7 @@ from sdmlm.commands.generate import add_model, add_writing, load, policy
 from sdmlm.record import held_out
 
 if TYPE_CHECKING:
-    from sdmlm.search import SearchCalibration
+    from sdmlm.search_calibration import SearchCalibration
 
 EXAMPLES = """\
   sdmlm calibrate-search runs/lm --data calibration.jsonl --search resample --budget 4
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from sdmlm.preference_files import read_preferences
-    from sdmlm.search import calibrate_search
+    from sdmlm.search_calibration import calibrate_search
 
     search = policy(args)
     assert search is not None  # the option is required

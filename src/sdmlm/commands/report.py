@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from sdmlm.feedback import load_feedback, with_feedback
     from sdmlm.final_layer import SDM_FOLDER, layer_metrics, layer_sha256, read_final_layer_facts
     from sdmlm.report.language_model import write_report
-    from sdmlm.search import load_searches
+    from sdmlm.search_calibration import load_searches
 
     folder = Path(args.model)
     if not folder.is_dir():

@@ -16,7 +16,7 @@ from sdmlm.report.replication import paper_table, training_curves
 
 if TYPE_CHECKING:
     from sdmlm.estimator import SDMEstimator
-    from sdmlm.search import SearchCalibration
+    from sdmlm.search_calibration import SearchCalibration
 
 
 def write_report(
