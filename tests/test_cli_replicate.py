@@ -196,7 +196,7 @@ def test_an_interrupted_replication_goes_on_to_the_same(
         assert main(command) == 2
     assert list(folder.glob("checkpoint-*"))
     assert not (here / "out" / "tables.json").exists()
-    capsys.readouterr()
+    assert capsys.readouterr().err.endswith("sdmlm: stopped; the same command goes on from the last checkpoint.\n")
     assert main([*command, "--dry-run", "--json"]) == 0
     (run,) = strict_json(capsys.readouterr().out)["runs"]
     assert (run["model"], run["tests"]) == ("to be resumed", ["test", "shifted"])

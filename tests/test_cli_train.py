@@ -154,7 +154,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(SDMTrainer, "compute_loss", interrupted)
         assert main(command) == 2
-    assert "--output run --resume goes on" in capsys.readouterr().err
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sdmlm: ")]
+    assert said == ["sdmlm: stopped; sdmlm train --output run --resume goes on from the last checkpoint."]
     assert strict_json((here / "run" / "training.json").read_text())["status"] == "started"
     assert not (here / "run" / "sdm").exists()
 

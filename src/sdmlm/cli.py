@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell counts SIGPIPE
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left half-written.")
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "interrupted; nothing was left half-written.")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}.")

@@ -7,7 +7,6 @@ Test sets and settings have the names of ours: `test` is its Wikipedia, `shifted
 from __future__ import annotations
 
 MODEL = "Phi-3.5-mini-instruct"
-SOURCE = "Similarity-Distance-Magnitude Language Models (Schmaltz 2025)"
 
 
 def _read(text: str, names: int) -> dict[tuple[str, ...], tuple[str, ...]]:

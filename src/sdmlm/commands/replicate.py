@@ -308,7 +308,10 @@ def _train(job: Job, title: str) -> None:
     if record is None or record["status"] != "finished":
         if calibrate.is_main():
             common.warn(f"{title}: {'training' if record is None else 'training goes on'}")
-        train.train(_plan(job, record), resume=True)
+        try:
+            train.train(_plan(job, record), resume=True)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("stopped; the same command goes on from the last checkpoint.") from None
         gc.collect()  # the trainer refers to itself
     if calibrate.is_main():
         for folder in job.folder.glob("checkpoint-*"):

@@ -60,8 +60,12 @@ def run(args: argparse.Namespace) -> None:
         plan = make_plan(settings, config, record)
         if args.dry_run:
             dry_run.rehearse(args, plan)
-        else:
+            return
+        try:
             _tell(args, train(plan, args.resume))
+        except KeyboardInterrupt:
+            goes_on = f"sdmlm train --output {settings['output']} --resume goes on from the last checkpoint"
+            raise KeyboardInterrupt(f"stopped; {goes_on}.") from None
 
 
 def train(plan: Plan, resume: bool) -> dict[str, Any]:
@@ -88,14 +92,9 @@ def train(plan: Plan, resume: bool) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()  # all have looked at the folder: from here on it is ours
     if calibrate.is_main() and not plan.resumed:
         _write_record(output, plan, "started", trainer.args, [], None)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # logs, and whatever a reward prints: stdout is for the summary
-            trainer.train(resume_from_checkpoint=resume)
-            trainer.save_model(str(output))
-    except KeyboardInterrupt:
-        if calibrate.is_main():
-            common.warn(f"stopped; sdmlm train --output {output} --resume goes on from the last checkpoint.")
-        raise
+    with contextlib.redirect_stdout(sys.stderr):  # logs, and whatever a reward prints: stdout is for the summary
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(output))
     assert trainer.estimator is not None
     state = trainer.state
     at_best = [r for r in state.log_history if r["step"] == state.best_global_step and "eval_loss" in r]
