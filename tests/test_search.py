@@ -76,12 +76,11 @@ def by_hand(
         seen += lm.judge(answers, alpha, 3, progress=False)
         if seen[-1].verified or len(seen) > policy.budget:
             break
-    if seen[-1].verified:
-        return seen[-1], len(seen)
     best = seen[0]
     for v in seen:
         best = v if v.probability_of_yes > best.probability_of_yes + 1e-6 else best
-    return best, len(seen)
+    best = seen[-1] if seen[-1].verified else best
+    return dataclasses.replace(best, completion_tokens=sum(v.completion_tokens for v in seen)), len(seen)
 
 
 # Policies
@@ -100,6 +99,7 @@ def test_a_search_is_its_tries_one_by_one(
         expected, tries = by_hand(lm, PROMPTS[n], n, policy, alpha, 7)
         assert key(v) == key(expected)
         assert v.tries == tries
+        assert v.completion_tokens == expected.completion_tokens
         assert not v.calibrated
         assert v.reason == expected.reason + " " + v.reason.removeprefix(expected.reason).strip()
         assert "not calibrated" in v.reason

@@ -303,6 +303,8 @@ def test_search_asks_again(faked: tuple[Served, Fake]) -> None:
     fake.behave = lambda handler, asked: reply(handler, 200, said(next(order)))
     evidence = chat(front.url, "abc=", sdm={"on_reject": "search", "budget": 2, "alpha": 1.0}).json["choices"][0]["sdm"]
     assert (evidence["text"], evidence["tries"]) == (best, 3)
+    counts = [front.lm.verify("abc=", t, progress=False).completion_tokens for t in texts]
+    assert evidence["completion_tokens"] == sum(counts)  # of all tries
 
 
 def test_body_text_is_always_a_beginning_of_the_body() -> None:

@@ -86,7 +86,7 @@ def run_search(
     best: dict[int, tuple[Answer, Scores]] = {}
     refused: dict[int, Answer] = {}
     begun = [""] * len(prompts)  # of "continue": all that the LM's turn holds so far
-    tries = [0] * len(prompts)
+    tries, spent = [0] * len(prompts), [0] * len(prompts)  # answers, and their tokens
     still = list(range(len(prompts)))
     for attempt in range(1 + policy.budget):
         if attempt == 0:
@@ -113,6 +113,7 @@ def run_search(
         done = scores.accepted & (scores.prediction == 1)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
             tries[n], refused[n] = attempt + 1, answer
+            spent[n] += answer.completion_tokens
             if done[i] or n not in best or scores.p[i, 1] > best[n][1].p[0, 1] + TIE:
                 best[n] = answer, scores[i]
         still = _those(still, ~done)
@@ -120,7 +121,8 @@ def run_search(
         return Searched([], lm.score(torch.empty(0, lm.estimator.n_features_in_), alpha), [], [])
     answers = [best[n][0] for n in range(len(prompts))]
     scores = _joined([best[n][1] for n in range(len(prompts))])
-    found = _verifications(lm, answers, scores, tries, policy, sampling, alpha, neighbors)
+    judged = _verifications(lm, answers, scores, tries, policy, sampling, alpha, neighbors)
+    found = [dataclasses.replace(v, completion_tokens=n) for v, n in zip(judged, spent, strict=True)]
     return Searched(answers, scores, tries, found)
 
 

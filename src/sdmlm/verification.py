@@ -46,7 +46,9 @@ class Verification:
     lm_verdict: bool | None  # the LM's own verdict after its right-most tag, if legible
     finish_reason: str  # "stop" or "length"; "given" for given text
     prompt_tokens: int
-    completion_tokens: int  # generated; of given text: those after the prompt that the SDM layer read
+    completion_tokens: (
+        int  # generated, by a search in all its tries; of given text: those after the prompt that the SDM layer read
+    )
     tries: int = 1  # candidates that a search made
     calibrated: bool = True  # False for the answer of a search that was not calibrated as a whole
     yes: str = "Yes"  # how a positive verdict is spelled

@@ -56,18 +56,20 @@ class Gateway:
         if ask.sdm.on_reject != "search":
             return await self._judged(ask, prompt, await self._write(ask, prompt, n, ask.temperature, on_text, n))
         budget = DEFAULT_BUDGET if ask.sdm.budget is None else ask.sdm.budget
-        temperature, tries = ask.temperature, 0
+        temperature, tries, spent = ask.temperature, 0, 0
         best: Judged | None = None
         while tries <= budget and not (best and best.verification.verified):
             written = await self._write(ask, prompt, n + tries * len(ask.rows()), temperature)
             tries, temperature = tries + 1, SearchPolicy().temperature
             found = await self._judged(ask, prompt, written)
+            spent += found.verification.completion_tokens
             if best is None or found.verification.verified or _yes(found) > _yes(best):
                 best = found
         assert best is not None
         v = best.verification
         # Nobody has calibrated this search: the upstream's answers to the calibration prompts are not known.
-        v = dataclasses.replace(v, tries=tries, calibrated=False, reason=v.reason + NOT_CALIBRATED)
+        reason = v.reason + NOT_CALIBRATED
+        v = dataclasses.replace(v, tries=tries, calibrated=False, reason=reason, completion_tokens=spent)
         return dataclasses.replace(best, verification=v)
 
     async def _judged(self, ask: Ask, prompt: Prompt, written: Written) -> Judged:
