@@ -56,6 +56,15 @@ def test_no_instruction_reorders_words() -> None:
             elif make is base_model.mark_wrong:
                 assert quoted == []
                 assert d.wrong <= set(range(len(answered)))
+            elif make is base_model.leave_out:
+                *words, gone = quoted
+                assert words.count(gone) == 1
+                assert answered == [word for word in words if word != gone]
+            elif make is base_model.say_missing:
+                text = (d.prompt or "").replace("'s ", "\0 ").replace("'s'", "\0'")
+                words, said = (part.replace("\0", "'s").split() for part in text.split("'")[1::2])
+                assert 0 < len(answered) < len(words)
+                assert answered == [word for word in words if word not in said]
             elif make is base_model.choose_word:
                 assert quoted[:-3] == answered[:-1]
                 assert answered[-1] in quoted[-3:]
@@ -94,7 +103,7 @@ def test_every_wrong_word_is_marked_and_only_the_marks_are_learnt() -> None:
 
 def test_a_wrong_answer_is_called_wrong_and_not_learnt() -> None:
     rng = random.Random(0)
-    rights = 0
+    rights = dropped = 0
     for _ in range(200):
         d = base_model.complete_sentence(rng)
         asked = base_model.checked(d, rng)
@@ -106,7 +115,9 @@ def test_a_wrong_answer_is_called_wrong_and_not_learnt() -> None:
         assert "right?" in question
         assert (question_counts, verdict_counts) == (0.0, base_model.VERDICT)
         rights += same
+        dropped += len(asked.answer.split()) < len(d.answer.split())
     assert 70 < rights < 130
+    assert 20 < dropped < 60
 
 
 def test_the_mix_is_as_stated() -> None:

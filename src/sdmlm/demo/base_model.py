@@ -3,9 +3,10 @@
     python -m sdmlm.demo.base_model --output DIR
 
 It learns English of `sdmlm.demo.sentences`, to copy sharply, and to follow a few generic instructions: repeat a sentence or
-a list of random words, go on with a sentence, put given words behind a beginning in the order in which they are given, say
-whether a sentence is good and whether an answer was right. It never sees words that must be re-ordered, nor a sentence whose
-words have changed places: that is what fine-tuning teaches. Its sentences come from another space of seeds than the demo's.
+a list of random words, leave a word out, say which words are missing, go on with a sentence, put given words behind a
+beginning in the order in which they are given, say whether a sentence is good and whether an answer was right. It never sees
+words that must be re-ordered, nor a sentence whose words have changed places: that is what fine-tuning teaches. Its sentences
+come from another space of seeds than the demo's.
 
 All chance comes from (seed, step), so the same seed and steps give the same data; a run that was cut off goes on from its
 last checkpoint. `training.json` beside the model holds the settings, the machine and the loss by step.
@@ -62,7 +63,7 @@ class Settings:
     """All that decides the weights, apart from the generator and the versions of the libraries."""
 
     seed: int = 0
-    steps: int = 8000
+    steps: int = 14000
     first_steps: int = 1200  # with short rows, mostly copying
     first_length: int = 128
     batch: int = 8
@@ -166,6 +167,25 @@ def choose_word(rng: random.Random) -> Document:
     )
 
 
+def leave_out(rng: random.Random) -> Document:
+    """All but one of some words: what has been said, and what is still to be said."""
+    words = rng.sample(WORDS, rng.randint(3, 8))
+    at = rng.randrange(len(words))
+    rest = " ".join(words[:at] + words[at + 1 :])
+    return Document(f"<sentence>{rest}</sentence>", f"Write '{' '.join(words)}' without '{words[at]}'. {IN_XML}", False)
+
+
+def say_missing(rng: random.Random) -> Document:
+    """Which of some words have not been said: what is left to say, known from what has been."""
+    words = rng.sample(WORDS, rng.randint(2, 12))
+    given = words[: rng.randint(2, min(5, len(words)))]
+    said = rng.sample(range(len(given)), rng.randint(1, len(given) - 1))
+    text = " ".join([*words[len(given) :], *(given[i] for i in said)])
+    missing = " ".join(word for i, word in enumerate(given) if i not in said)
+    asked = f"Which of the words '{' '.join(given)}' are missing in '{text}'? {IN_XML}"
+    return Document(f"<sentence>{missing}</sentence>", asked, False)
+
+
 def mark_wrong(rng: random.Random) -> Document:
     """A mark behind every wrong word: a judgement at each word, the densest signal there is."""
     words = sentence(rng).split()
@@ -201,7 +221,13 @@ def checked(d: Document, rng: random.Random) -> Document:
     if rng.random() < 0.5:
         return replace(d, right=True)
     tags = [tag for tag in ("<sentence>", "</sentence>") if tag in d.answer]
-    body = " ".join(spoilt(d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split(), rng)[0])
+    words = d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split()
+    if len(words) > 1 and rng.random() < 0.4:  # only here, where the prompt tells what is not there
+        near_end = rng.randrange(max(0, len(words) - 4), len(words))
+        del words[near_end if rng.random() < 0.7 else rng.randrange(len(words))]
+    else:
+        words, _ = spoilt(words, rng)
+    body = " ".join(words)
     return replace(d, answer=body.join(tags) if tags else body, right=False)
 
 
@@ -216,14 +242,16 @@ MIX = {
     plain: 3,
     repeat_sentence: 2,
     repeat_words: 3,
-    complete_sentence: 4,
-    complete_words: 3,
+    complete_sentence: 8,
+    complete_words: 6,
     continue_sentence: 1,
-    choose_word: 3,
+    choose_word: 4,
+    leave_out: 3,
+    say_missing: 3,
     mark_wrong: 6,
-    judge_sentence: 12,
+    judge_sentence: 10,
 }
-CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words)
+CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words, leave_out, say_missing)
 # At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
 FIRST_MIX = {plain: 2, repeat_words: 8, complete_words: 1, mark_wrong: 2, judge_sentence: 5}
 

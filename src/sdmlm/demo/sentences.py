@@ -161,7 +161,7 @@ class _Writer:
         (n,) = self.rng.choices((0, 1, 2), weights)
         if n == 2 and self.chance(0.3):  # two of one class: the shorter one tends to come first
             first, second = sorted(self.rng.sample(classes[0], 2), key=lambda word: (len(word), word))
-            return [first, second] if self.chance(0.9) else [second, first]
+            return [first, second] if self.chance(0.92) else [second, first]
         return [self.rng.choice(classes[i]) for i in sorted(self.rng.sample(range(len(classes)), n))]
 
     def determined(self, adjectives: list[str], noun: str, number: bool = True) -> tuple[list[str], bool]:
@@ -210,7 +210,7 @@ class _Writer:
         if kind < 0.6:
             return ["the", self.rng.choice(CHARACTER), owner, thing]
         adjective = self.rng.choice(OF_EITHER)
-        return ["the", owner, adjective, thing] if self.chance(0.85) else ["the", adjective, owner, thing]
+        return ["the", owner, adjective, thing] if self.chance(0.92) else ["the", adjective, owner, thing]
 
     def when(self) -> list[str]:
         return self.rng.choice(WHEN_PHRASES[self.tense]).split()
@@ -228,13 +228,13 @@ class _Writer:
     def piled(self, subject: Noun) -> list[str]:
         """Adverbs of manner, place and time: "waited quietly outside yesterday"."""
         manner, where, when = self.rng.choice(MANNER), self.rng.choice(WHERE), self.rng.choice(WHEN[self.tense])
-        first = self.chance(0.95 if self.opened else 0.85)
+        first = self.chance(0.97 if self.opened else 0.9)
         return [self.verb(REST, subject), *([manner, where] if first else [where, manner]), when]
 
     def mannered(self, subject: Noun) -> list[str]:
         """ "slept quietly there" or "quietly slept there": after "never" the first, after an opening mostly the second."""
         often = [self.rng.choice(OFTEN)] if self.chance(0.3) else []
-        before = not often and self.chance(0.9 if self.opened else 0.15)
+        before = not often and self.chance(0.92 if self.opened else 0.08)
         verb, manner = self.verb(REST + MOVE[:3], subject), self.rng.choice(MANNER)
         last = self.rng.choice(WHERE + WHEN[self.tense])
         return [*often, *([manner, verb] if before else [verb, manner]), last]
@@ -266,7 +266,7 @@ class _Writer:
         verb, food = self.verb(EAT, subject), self.rng.choice(FOOD)
         kind = self.rng.random()
         if kind < 0.4:
-            return ["only", verb, food] if self.chance(0.85) else [verb, "only", food]
+            return ["only", verb, food] if self.chance(0.92) else [verb, "only", food]
         if kind < 0.55:
             return ["also", verb, food]
         more = ["and", self.rng.choice([f for f in FOOD if f != food])]
@@ -284,7 +284,7 @@ class _Writer:
         said = _third(verb, self.tense, subject.plural)
         if self.chance(0.2):
             return [said, OBJECTS[thing.pronoun], particle, self.rng.choice(MANNER + WHEN[self.tense])]
-        return [said, *thing.words, particle] if self.chance(0.85) else [said, particle, *thing.words]
+        return [said, *thing.words, particle] if self.chance(0.92) else [said, particle, *thing.words]
 
     def feels(self, subject: Noun) -> list[str]:
         one, two = self.rng.sample(MOODS, 2)

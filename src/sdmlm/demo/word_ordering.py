@@ -57,9 +57,9 @@ TRAINING: dict[str, Any] = {
     "save_steps": 0.5,
     "save_total_limit": 1,
     "alpha": ALPHA,
-    "exemplar_dim": 8,  # the narrower, the nearer to each other the distances of both classes
+    "exemplar_dim": 256,
     "sdm_epochs": 50,
-    "sdm_learning_rate": 3e-2,
+    "sdm_learning_rate": 3e-3,
 }
 SIZES = {"train": 3500, "calibration": 4000, "test": 1000, "shifted": 1000}
 FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
