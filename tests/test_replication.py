@@ -27,6 +27,7 @@ from sdmlm.replication import (
     write_evaluation,
 )
 from sdmlm.tasks import word_ordering
+from sdmlm.verification import widened
 
 
 def small_estimator() -> SDMEstimator:
@@ -46,6 +47,9 @@ class ScriptedLM:
 
     def sampling(self) -> Any:
         return SimpleNamespace(max_new_tokens=20)
+
+    def region(self, alpha: float) -> Any:
+        return widened(self.estimator.layers_[0].region(alpha))
 
     def generate(self, prompts: list[Any], max_new_tokens: int, **options: Any) -> list[Any]:
         assert len(prompts) == len(self.script)

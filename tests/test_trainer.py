@@ -563,11 +563,12 @@ def test_a_terminal_shows_phases_and_logs(tmp_path: Path, monkeypatch: pytest.Mo
     assert "eval_loss" in text
     assert "4/4" in text
     assert shown[:4] == [
-        "Epoch 1: generating hard negatives",
+        "Epoch 1: choosing documents",
         "Epoch 1: reading the training documents",
         "Epoch 1: fitting the SDM layer",
         "Evaluating: reading the calibration documents",
     ]
+    assert "Epoch 2: generating hard negatives" in shown
     assert shown[-1] == "Fitting the final SDM layer"
     assert "Fitting the final SDM layer" in text
 
