@@ -71,8 +71,6 @@ def read_artifact(
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
     """(config, tensors, texts) of an artifact, or a ValueError that says what is wrong with it."""
     folder = Path(folder)
-    if (folder / "sdm" / CONFIG).is_file():
-        raise ValueError(f"{folder} is a language model: its SDM layer is {folder / 'sdm'}.")
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} holds no {CONFIG}: it is not a saved {kind}.")
     try:

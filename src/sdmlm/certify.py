@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import finite_or_none, none_as_infinity, write_text_atomically
 from sdmlm.region import HighReliabilityRegion
 from sdmlm.scores import Scores
 
@@ -89,7 +89,7 @@ class Certificate:
         """Write as JSON; a psi of null rejects its class."""
         facts = dataclasses.asdict(self)
         if self.region is not None:
-            facts["region"]["psi"] = [v if math.isfinite(v) else None for v in self.region.psi]
+            facts["region"]["psi"] = [finite_or_none(v) for v in self.region.psi]
         write_text_atomically(path, json.dumps({"kind": _KIND, **facts}, indent=1, allow_nan=False) + "\n")
 
     @classmethod
@@ -101,7 +101,7 @@ class Certificate:
                 raise KeyError("kind")
             region = facts["region"]
             if region is not None:
-                psi = tuple(math.inf if v is None else float(v) for v in region["psi"])
+                psi = tuple(none_as_infinity(v) for v in region["psi"])
                 region = HighReliabilityRegion(float(region["alpha"]), float(region["q_min"]), psi)
             tests = tuple(ThresholdTest(**test) for test in facts["tests"])
             return cls(facts["alpha"], facts["delta"], tuple(facts["classes"]), region, tests, facts["estimator"])

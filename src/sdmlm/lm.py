@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, 
 from sdmlm.final_layer import SDM_FOLDER, fingerprint, read_final_layer_facts, write_final_layer
 from sdmlm.forward import inner_lm
 from sdmlm.negatives import generate
-from sdmlm.record import RECORD
+from sdmlm.record import copy_record
 from sdmlm.region import HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
 from sdmlm.summary import GenerationReader, embed_sequences
@@ -538,8 +537,8 @@ class SDMLanguageModel:
         if self._feedback.next > 1 or (sdm / FEEDBACK).exists():
             save_feedback(sdm, self._feedback, self.facts["fingerprint"])
         save_searches(sdm, self.search_calibrations)
-        if self.folder is not None and (self.folder / RECORD).exists() and not (folder / RECORD).exists():
-            shutil.copy(self.folder / RECORD, folder / RECORD)  # what `sdmlm train` has written down about its data
+        if self.folder is not None:
+            copy_record(self.folder, folder)
         card = folder / "README.md"
         if not card.exists() or WRITTEN_BY in card.read_text(encoding="utf-8", errors="replace"):  # not somebody else's
             write_text_atomically(card, model_card(self, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,13 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
     if missing or not isinstance(record, dict) or record["status"] not in ("started", "finished"):
         raise ValueError(f"{path} is damaged or not a record of sdmlm train: restore it from a copy or remove it.")
     return record
+
+
+def copy_record(folder: str | Path, target: Path) -> None:
+    """A model that goes to another folder takes its record along, unless there is one."""
+    path = Path(folder) / RECORD
+    if path.exists() and not (target / RECORD).exists():
+        shutil.copy(path, target / RECORD)
 
 
 def halves(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:

@@ -121,8 +121,7 @@ def run_search(
         return Searched([], lm.score(torch.empty(0, lm.estimator.n_features_in_), alpha), [], [])
     answers = [best[n][0] for n in range(len(prompts))]
     scores = _joined([best[n][1] for n in range(len(prompts))])
-    judged = _verifications(lm, answers, scores, tries, policy, sampling, alpha, neighbors)
-    found = [dataclasses.replace(v, completion_tokens=n) for v, n in zip(judged, spent, strict=True)]
+    found = _verifications(lm, answers, scores, tries, spent, policy, sampling, alpha, neighbors)
     return Searched(answers, scores, tries, found)
 
 
@@ -159,6 +158,7 @@ def _verifications(
     answers: list[Answer],
     scores: Scores,
     tries: list[int],
+    spent: list[int],
     policy: SearchPolicy,
     sampling: Sampling,
     alpha: float,
@@ -171,7 +171,8 @@ def _verifications(
     plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
     shown = (lm.estimator.layers_[0] if calibration is None else calibration).region(alpha)
     found = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
+    remark = "" if plain else NOT_CALIBRATED
     return [
-        dataclasses.replace(v, tries=n, calibrated=plain, reason=v.reason if plain else v.reason + NOT_CALIBRATED)
-        for v, n in zip(found, tries, strict=True)
+        dataclasses.replace(v, tries=n, completion_tokens=tokens, calibrated=plain, reason=v.reason + remark)
+        for v, n, tokens in zip(found, tries, spent, strict=True)
     ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdmlm import recipe
 from sdmlm.commands import common
 from sdmlm.demo import BASE_MODEL
-from sdmlm.record import RECORD, held_out
+from sdmlm.record import copy_record, held_out
 
 if TYPE_CHECKING:
     from sdmlm.config import SDMConfig
@@ -97,8 +97,7 @@ def _calibrate(args: argparse.Namespace) -> None:
         with whole_folder(target) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-            if (Path(args.model) / RECORD).exists():
-                shutil.copy(Path(args.model) / RECORD, partial / RECORD)
+            copy_record(args.model, partial)
             save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
     facts = {"output": str(target), "model": args.model, "data": source, **layer_facts(estimator, config)}
     if args.json:
@@ -184,9 +183,8 @@ def require_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # "Loading weights" would stand among our own lines
-    quiet = std_logging.getLogger("transformers.trainer_utils")
-    if _not_about_mtime not in quiet.filters:  # a remark on the file system, of no use to anybody here
-        quiet.addFilter(_not_about_mtime)
+    # A remark on the file system, of no use to anybody here
+    std_logging.getLogger("transformers.trainer_utils").addFilter(_not_about_mtime)
 
 
 def _not_about_mtime(record: std_logging.LogRecord) -> bool:
@@ -304,9 +302,7 @@ def show_next(out: Any, folder: str, facts: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     if not facts["calibration"]["accepted"]:
-        highest = facts.get("highest_alpha")
-        lower = f"a lower --alpha (up to {highest:g} there is a region)" if highest else "another --exemplar-dim"
         common.warn(
-            f"nothing will be accepted at this alpha: try {lower} or another --sdm-learning-rate (small models need more) "
-            f"with sdmlm calibrate {folder} --force, more rows, or longer training."
+            f"{common.nothing_accepted(facts)} or another --sdm-learning-rate (small models need more) with sdmlm calibrate "
+            f"{folder} --force, more rows, or longer training."
         )

@@ -101,6 +101,13 @@ def labels_to_fit(data: Embeddings, path: str) -> NDArray[np.int64]:
     return y
 
 
+def nothing_accepted(facts: dict[str, Any]) -> str:
+    """The beginning of a remark on a region in which nothing lies, with the first thing to try."""
+    highest = facts["highest_alpha"]
+    lower = f"a lower --alpha (up to {highest:g} there is a region)" if highest else "another --exemplar-dim"
+    return f"nothing will be accepted at this alpha: try {lower}"
+
+
 def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
     """A saved estimator and the names of its classes (their numbers, where it was saved without names)."""
     from sdmlm.estimator import SDMEstimator

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sdmlm.commands import common
-from sdmlm.demo import SENTENCES
+from sdmlm.demo import SENTENCES, SENTENCES_SEED
 
 EXAMPLES = """\
   sdmlm data word-ordering --sentences wikipedia.txt --harvard harvard.txt --output data/word_ordering
@@ -98,7 +98,7 @@ def read_sentences(source: str) -> list[str]:
     if source == "demo":
         from sdmlm.demo.sentences import sentences
 
-        return sentences(SENTENCES, seed=0)
+        return sentences(SENTENCES, seed=SENTENCES_SEED)
     path = Path(source)
     if path.is_file():
         content = path.read_bytes()

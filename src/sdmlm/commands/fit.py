@@ -92,7 +92,8 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
     layer = estimator.layers_[0]
     return {
         **common.region_facts(region, names),
-        "highest_alpha": max((a for a in ALPHA_GRID if math.isfinite(layer.region(a).q_min)), default=None),
+        # The first from above: a region costs a run of Algorithm 1.
+        "highest_alpha": next((a for a in reversed(ALPHA_GRID) if math.isfinite(layer.region(a).q_min)), None),
         "loss": estimator.loss_,
         "rounds": len(estimator.layers_) if estimator.ensemble else estimator.rounds,
         "support": len(estimator.layers_[0].support),
@@ -123,7 +124,5 @@ def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
     out.print(f"alpha {facts['alpha']:g}: q'min {common.number(facts['q_min'])}, balanced loss {facts['loss']:.4f}")
     out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
     if not ca["accepted"]:
-        highest = facts["highest_alpha"]
-        lower = f"a lower alpha (up to {highest:g} there is a region)" if highest else "another exemplar dim"
-        common.warn(f"nothing will be accepted at this alpha: try {lower}, a higher learning rate or more data.")
+        common.warn(f"{common.nothing_accepted(facts)}, a higher learning rate or more data.")
     out.print(f"Saved to {args.output}." + (f" Report: {args.report}." if args.report else ""), markup=False)

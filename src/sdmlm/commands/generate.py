@@ -204,9 +204,9 @@ def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:
 
     asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     out.print(Text.assemble(f"{n}  ", (f"{v.verdict}, {decision(v)}", colour(v))))
-    for name, text in (("asked:  ", asked), ("answer: ", v.text), ("why:    ", v.reason)):
-        shown = text.strip() if len(text) <= 300 or name == "why:    " else text[:300].strip() + "..."
-        out.print(Padding(Text.assemble((name, "dim"), shown), (0, 0, 0, 3)))
+    asked, answer = (text.strip() if len(text) <= 300 else text[:300].strip() + "..." for text in (asked, v.text))
+    for name, text in (("asked:  ", asked), ("answer: ", answer), ("why:    ", v.reason)):
+        out.print(Padding(Text.assemble((name, "dim"), text), (0, 0, 0, 3)))
 
 
 def decision(v: Verification) -> str:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sdmlm.artifacts import write_text_atomically
-from sdmlm.demo import SENTENCES
+from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.demo.one_thread import one_thread
 from sdmlm.demo.sentences import sentences
 from sdmlm.final_layer import SDM_FOLDER, layer_sha256
@@ -41,7 +41,6 @@ from sdmlm.verification import Verification
 
 MARK = "demo.json"  # says that a folder is ours
 SEED = 0
-SENTENCES_SEED = 0  # of the grammar; the base LM was trained on other seeds
 LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
 LOSSES = {"ce_hn": "ce", "sdm_hn": "sdm"}
 ALPHA = 0.9
