@@ -141,6 +141,8 @@ def test_what_is_stored_is_what_the_saved_model_says(whole: Path, base: Path) ->
         assert (found.accepted[n], found.accepted_lower[n]) == (said.accepted, said.accepted_lower)
         assert (found.q[n], found.alpha) == (said.q, said.alpha)
         assert found.probability[n] == pytest.approx(said.probability)
+        at = [alpha for alpha, *_ in found.regions if found.accepted_at(alpha)[n]]
+        assert (max(at) if at else None) == said.highest_alpha
 
 
 def test_tables_are_those_of_the_runs(whole: Path) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sdmlm.layer import ALPHA_GRID
 from sdmlm.replication import Evaluation, Run
-from sdmlm.replication_tables import FEW, Quantity, Tables, compare, proportion, tables
+from sdmlm.replication_tables import ALPHAS, FEW, Quantity, Tables, compare, proportion, tables
 
 CALIBRATION = {
     "sdm_loss": 0.3, "q_min": 12.5, "psi_0": 0.96, "psi_1": 0.97, "mean_q_0": 40.25, "mean_q_1": 30.5,
@@ -33,9 +34,15 @@ def evaluation(seed: int, n: int = 200, admit: float = 0.4, right: float = 0.9, 
     exact = answer & (rng.random(n) < 0.9)
     q = rng.integers(0, 50, n)
     return Evaluation(
-        y, y_hat, accepted, lower, rng.random(n), q, rng.random(n), q * 0.5, answer, exact, ["text"] * n, alpha,
-        dict(CALIBRATION),
+        y, y_hat, accepted, lower, rng.uniform(0.5, 1, n), q, rng.random(n), q * 0.5, answer, exact, ["text"] * n, alpha,
+        dict(CALIBRATION), regions(),
     )  # fmt: skip
+
+
+def regions() -> list[tuple[float, float, float, float]]:
+    """Narrower with alpha, with thresholds that differ between the classes; none at 0.95 and above."""
+    found = [(a, 20 * (a - 0.5), a - 0.1, a - 0.2) for a in ALPHA_GRID if a < 0.95]
+    return [*found, *((a, math.inf, math.inf, math.inf) for a in ALPHA_GRID if a >= 0.95)]
 
 
 def run(setting: str, seed: int, family: str = "fam", admit: float = 0.4, **changes: Any) -> Run:
@@ -266,6 +273,26 @@ def test_comparison_is_paired_by_seed() -> None:
         assert found.verdict == "more"
         assert "3 seeds are few" in found.statement()
         assert f"{100 * mean:+.1f} points on average" in found.statement()
+
+
+def test_comparison_at_other_alphas_agrees_with_counting(found: Tables) -> None:
+    by = {(r.setting, r.seed): r for r in some_runs()}
+    thresholds = {alpha: more for alpha, *more in regions()}
+    assert [(c.dataset, c.alpha) for c in found.by_alpha] == [(d, a) for d in ("harvard", "test") for a in ALPHAS]
+    for c in found.by_alpha:
+        q_min, *psi = thresholds[c.alpha]
+        for n, seed in enumerate(c.seeds):
+            for i, setting in enumerate(("sdm_hn", "ce_hn")):
+                e = by[setting, seed].evaluations[c.dataset]
+                admitted = []
+                for y, c_hat, p, q in zip(e.y, e.prediction, e.probability, e.q_prime, strict=True):
+                    other = 1 - p >= psi[1 - c_hat]  # then two classes reach their thresholds: refused
+                    if q >= q_min and p >= psi[c_hat] and not other:
+                        admitted.append(y == c_hat)
+                assert c.shares[n][i] == pytest.approx(len(admitted) / len(e))
+                assert c.accuracies[n][i] == (pytest.approx(sum(admitted) / len(admitted)) if admitted else None)
+    assert {c.alpha: any(sum(c.shares, ())) for c in found.by_alpha} == {0.8: True, 0.85: True, 0.9: True, 0.95: False}
+    assert [c["alpha"] for c in found.json()["by_alpha"]] == [*ALPHAS, *ALPHAS]
 
 
 def scripted(setting: str, seed: int, accepted: list[bool], right: list[bool]) -> Run:

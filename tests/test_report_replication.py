@@ -15,7 +15,7 @@ from test_replication_tables import run, some_runs
 from sdmlm import paper
 from sdmlm.replication import Run
 from sdmlm.replication_tables import tables
-from sdmlm.report.replication import evaluations_of, training_curves, write_report
+from sdmlm.report.replication import alpha_curves, evaluations_of, training_curves, write_report
 
 
 def history(sdm: bool, evaluations: int = 4) -> list[dict[str, Any]]:
@@ -58,6 +58,30 @@ def test_curves_show_every_run_and_only_what_it_has() -> None:
     labels = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
     assert sorted(labels) == ["CE + HN", "SDM + HN"]
     assert training_curves(some_runs()) is None
+
+
+def test_curves_by_alpha_show_every_run() -> None:
+    runs = some_runs()
+    figure = alpha_curves(runs)
+    assert len(figure.axes) == 4  # two test sets
+    for (share, accuracy), test in zip(np.reshape(figure.axes, (2, 2)), ("harvard", "test"), strict=True):
+        assert share.get_ylabel() == test
+        drawn = [line for line in share.get_lines() if len(line.get_xdata()) > 2]
+        assert len(drawn) == len(runs)
+        e = next(r for r in runs if (r.setting, r.seed) == ("ce_hn", 0)).evaluations[test]
+        at = [region[0] for region in e.regions].index(0.8)
+        inside = e.accepted_at(0.8)
+        mine = [
+            line for line in accuracy.get_lines()
+            if len(line.get_xdata()) > 2 and line.get_ydata()[at] == (e.y == e.prediction)[inside].mean()
+        ]  # fmt: skip
+        assert inside.sum() >= 20
+        assert mine
+        few = [n for n, region in enumerate(e.regions) if e.accepted_at(region[0]).sum() < 20]
+        assert few
+        assert np.isnan(mine[0].get_ydata()[few]).all()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["No fine-tuning", "CE + HN", "SDM + HN"]
 
 
 class Page(HTMLParser):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from sdmlm.artifacts import finite_or_none, none_as_infinity, write_text_atomically
 from sdmlm.record import RECORD, read_record
+from sdmlm.region import HighReliabilityRegion
 
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
@@ -56,10 +57,19 @@ class Evaluation:
     generated: list[str]  # what the LM wrote
     alpha: float
     calibration: dict[str, float]  # `sdmlm.final_layer.layer_metrics` of the SDM layer
-    regions: list[tuple[float, float, float, float]] = field(default_factory=list)
+    regions: list[tuple[float, float, float, float]]
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def accepted_at(self, alpha: float) -> NDArray[np.bool_]:
+        """Which generations would have been accepted at another alpha of `regions`."""
+        q_min, *psi = next(region[1:] for region in self.regions if region[0] == alpha)
+        p = np.where(np.arange(2) == self.prediction[:, None], self.probability[:, None], 1 - self.probability[:, None])
+        inside: NDArray[np.bool_] = HighReliabilityRegion(alpha, q_min, tuple(psi)).contains(
+            self.q_prime, p, self.prediction
+        )
+        return inside
 
     def estimators(self) -> dict[str, NDArray[np.bool_]]:
         """Who admits what: everything, the high-reliability region, the same by the lower estimate."""

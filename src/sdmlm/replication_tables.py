@@ -21,9 +21,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from sdmlm.evaluation import Cell, Row, SelectiveMetrics, Table, latex_escape, rounded, selective_metrics
-from sdmlm.replication import Run, dataset_order, setting_order
+from sdmlm.replication import Evaluation, Run, dataset_order, setting_order
 
 BOOTSTRAP = 1000
+ALPHAS = (0.8, 0.85, 0.9, 0.95)  # at which two settings are compared, whatever alpha they were run with
 FEW = 5  # seeds below which a statement says that they are few
 _GROUPS = ("y=0", "y=1", "y_hat=0", "y_hat=1", "all")  # of the full table
 
@@ -172,6 +173,7 @@ class Tables:
     alpha: float
     lines: tuple[Line, ...]
     comparisons: tuple[Comparison, ...]
+    by_alpha: tuple[Comparison, ...]  # the same at ALPHAS
 
     def of(self, table: str) -> list[Line]:
         """The lines of one table."""
@@ -192,7 +194,8 @@ class Tables:
         """Everything, by seed and over the seeds."""
         names = dict.fromkeys(line.table for line in self.lines)
         tables = {name: [line.json() for line in self.of(name)] for name in names}
-        return {"alpha": self.alpha, "tables": tables, "comparisons": [c.json() for c in self.comparisons]}
+        pairs = {"comparisons": self.comparisons, "by_alpha": self.by_alpha}
+        return {"alpha": self.alpha, "tables": tables, **{k: [c.json() for c in v] for k, v in pairs.items()}}
 
     def csv(self) -> str:
         """One number a line; `seed` is mean, sd, min or max where it is over the seeds."""
@@ -302,7 +305,9 @@ def tables(runs: Sequence[Run], bootstrap: int = BOOTSTRAP, seed: int = 0) -> Ta
     lines.sort(
         key=lambda line: (order.index(line.table), dataset_order(line.dataset))
     )  # stable: the rest stays in order
-    return Tables(alphas[0], tuple(lines), tuple(compare(runs, bootstrap=bootstrap, seed=seed)))
+    by_alpha = [c for alpha in ALPHAS for c in compare(runs, alpha, bootstrap=bootstrap, seed=seed)]
+    by_alpha.sort(key=lambda c: (c.family, dataset_order(c.dataset)))
+    return Tables(alphas[0], tuple(lines), tuple(compare(runs, bootstrap=bootstrap, seed=seed)), tuple(by_alpha))
 
 
 def _lines(group: list[Run], model: str, bootstrap: int, seed: int) -> Iterator[Line]:
@@ -429,9 +434,17 @@ class Comparison:
 
 
 def compare(
-    runs: Sequence[Run], first: str = "sdm_hn", second: str = "ce_hn", bootstrap: int = BOOTSTRAP, seed: int = 0
+    runs: Sequence[Run],
+    alpha: float | None = None,
+    first: str = "sdm_hn",
+    second: str = "ce_hn",
+    bootstrap: int = BOOTSTRAP,
+    seed: int = 0,
 ) -> list[Comparison]:
-    """Two settings (by the names of their recipes) on every test set that both have, over the seeds that both have."""
+    """Two settings (by the names of their recipes) on every test set that both have, over the seeds that both have.
+
+    With `alpha` by the regions that the same SDM layers have there, without it by those of the runs' own alpha.
+    """
     by = {(run.family, run.setting, run.seed): run for run in runs}
     out = []
     for family in sorted({run.family for run in runs}):
@@ -444,17 +457,21 @@ def compare(
             {name for a, b in both for name in a.evaluations.keys() & b.evaluations}, key=dataset_order
         ):
             pairs = [(a, b) for a, b in both if dataset in a.evaluations and dataset in b.evaluations]
-            out.append(_comparison(family, dataset, pairs, bootstrap, seed))
+            out.append(_comparison(family, dataset, pairs, alpha, bootstrap, seed))
     return out
 
 
-def _comparison(family: str, dataset: str, pairs: list[tuple[Run, Run]], bootstrap: int, seed: int) -> Comparison:
+def _comparison(
+    family: str, dataset: str, pairs: list[tuple[Run, Run]], alpha: float | None, bootstrap: int, seed: int
+) -> Comparison:
     found = [(a.evaluations[dataset], b.evaluations[dataset]) for a, b in pairs]
     if any(len(a) != len(b) for a, b in found):
         raise ValueError(
             f"The runs of {family} were evaluated on different rows of {dataset}: they cannot be compared."
         )
-    shares = tuple((float(a.accepted.mean()), float(b.accepted.mean())) for a, b in found)
+    masks = [[e.accepted if alpha is None else e.accepted_at(alpha) for e in pair] for pair in found]
+    admitted = [(a, b) for a, b in masks]
+    shares = tuple((float(a.mean()), float(b.mean())) for a, b in admitted)
     differences = [a - b for a, b in shares]
     if len(pairs) > 1:
         from scipy.stats import t
@@ -462,22 +479,21 @@ def _comparison(family: str, dataset: str, pairs: list[tuple[Run, Run]], bootstr
         half = float(t.ppf(0.975, len(pairs) - 1)) * statistics.stdev(differences) / math.sqrt(len(pairs))
         interval = (statistics.fmean(differences) - half, statistics.fmean(differences) + half)
     else:
-        interval = _paired_bootstrap(found[0][0].accepted, found[0][1].accepted, bootstrap, seed)
+        interval = _paired_bootstrap(*admitted[0], bootstrap, seed)
     return Comparison(
         family,
         dataset,
         pairs[0][0].label,
         pairs[0][1].label,
-        pairs[0][0].alpha,
+        pairs[0][0].alpha if alpha is None else alpha,
         tuple(a.seed for a, _ in pairs),
         shares,
-        tuple((_accuracy(a), _accuracy(b)) for a, b in found),
+        tuple((_accuracy(a, x), _accuracy(b, y)) for (a, b), (x, y) in zip(found, admitted, strict=True)),
         interval,
     )
 
 
-def _accuracy(evaluation: Any) -> float | None:
-    admitted = evaluation.accepted
+def _accuracy(evaluation: Evaluation, admitted: NDArray[np.bool_]) -> float | None:
     return float((evaluation.y == evaluation.prediction)[admitted].mean()) if admitted.any() else None
 
 

@@ -60,7 +60,7 @@ TRAINING: dict[str, Any] = {
     "sdm_epochs": 50,
     "sdm_learning_rate": 3e-3,
 }
-SIZES = {"train": 3500, "calibration": 4000, "test": 1000, "shifted": 1000}
+SIZES = {"train": 3200, "calibration": 3200, "test": 1000, "shifted": 1000}
 FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
 FAST_SIZES = {"train": 1000, "calibration": 1000, "test": 200, "shifted": 200}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -12,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from sdmlm import paper
-from sdmlm.replication import Run, setting_order
-from sdmlm.replication_tables import LAYOUTS, Tables
+from sdmlm.replication import Run, dataset_order, setting_order
+from sdmlm.replication_tables import LAYOUTS, Comparison, Tables
 from sdmlm.report import page, plots
 
 _PANELS = (
@@ -23,6 +24,7 @@ _PANELS = (
     ("base", "Mean base b"),
     ("eval_loss", "Next-token loss over D_ca"),
 )
+_FEWEST = 20  # admitted generations below which an accuracy is not drawn
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
@@ -46,6 +48,7 @@ def write_report(
             page.section(
                 "The final SDM layers", paper_table(tables, "calibration", paper.CALIBRATION if published else {})
             ),
+            page.section("By alpha", _by_alpha(runs, tables)),
             page.section("Over training", _training(runs)),
             page.section("By class and by prediction", _full(tables, published)),
             *(page.section(*section) for section in more),
@@ -97,6 +100,75 @@ def _full(tables: Tables, published: bool) -> str:
     ]
     caption = f"The paper's ({paper.MODEL}), as published: accuracy, and in brackets n/|D|. R: all rejected."
     return ours + page.table(caption, ["dataset", "setting", "estimator", *heads], rows)
+
+
+def _by_alpha(runs: Sequence[Run], tables: Tables) -> str:
+    parts = [_compared(tables.by_alpha)] if tables.by_alpha else []
+    caption = (
+        "What the final SDM layers would admit at other alphas, one line for each run; settings differ in colour and in line "
+        f"style. Accuracy is drawn where at least {_FEWEST} generations are admitted; dotted: accuracy = alpha, which it "
+        "should not fall below. The vertical line is the alpha of the tables."
+    )
+    families = sorted({run.family for run in runs})
+    for n, family in enumerate(families):
+        title = f"<h3>{page.text(family)}</h3>" if len(families) > 1 else ""
+        curves = alpha_curves([run for run in runs if run.family == family])
+        parts.append(title + page.figure(f"alpha{n}", curves, f"Admitted and accuracy by alpha, {family}", caption))
+    return "".join(parts)
+
+
+def _compared(comparisons: Sequence[Comparison]) -> str:
+    """A line for each test set and alpha."""
+    rows = []
+    for c in comparisons:
+        low, high = (f"{100 * bound:+.1f}" for bound in c.interval)
+        shares = [f"{100 * fmean(pair[i] for pair in c.shares):.1f}%" for i in (0, 1)]
+        below = [f"{c.below(i)} of {len(c.seeds)}" for i in (0, 1)]
+        difference = f"{100 * c.mean:+.1f} ({low} to {high})" if any(map(any, c.shares)) else "nothing admitted"
+        rows.append([c.family, c.dataset, f"{c.alpha:g}", *shares, difference, *below])
+    first, second = comparisons[0].first, comparisons[0].second
+    heads = [f"{first} admits", f"{second} admits", "points more (95% interval)"]
+    heads += [f"{name}: accuracy below alpha in" for name in (first, second)]
+    caption = (
+        f"{first} and {second} at several alphas, over the same SDM layers, paired by seed: mean shares admitted. The "
+        "interval is over the seeds (Student's t), with one seed over resampled prompts."
+    )
+    return page.table(caption, ["family", "dataset", "alpha", *heads], rows)
+
+
+def alpha_curves(runs: Sequence[Run]) -> Figure:
+    """A row for each test set: the share admitted, and the accuracy among the admitted, against alpha."""
+    tests = sorted({test for run in runs for test in run.evaluations}, key=dataset_order)
+    settings = sorted({run.setting for run in runs}, key=setting_order)
+    figure = Figure(figsize=(9.2, 0.6 + 2.9 * len(tests)), layout="constrained")
+    grid = figure.subplots(len(tests), 2, squeeze=False, sharex=True)
+    handles: dict[str, Any] = {}
+    for (left, right), test in zip(grid, tests, strict=True):
+        for run in sorted(runs, key=lambda run: (setting_order(run.setting), run.seed)):
+            if (e := run.evaluations.get(test)) is None:
+                continue
+            alphas = [region[0] for region in e.regions]
+            admitted = np.stack([e.accepted_at(alpha) for alpha in alphas])
+            enough = admitted.sum(axis=1) >= _FEWEST
+            accuracy = [
+                (e.y == e.prediction)[mask].mean() if ok else np.nan for mask, ok in zip(admitted, enough, strict=True)
+            ]
+            n = settings.index(run.setting) % len(_LINES)
+            style = {"color": plots.PALETTE[n], "linestyle": _LINES[n], "linewidth": 1.3}
+            (handles[run.label],) = left.plot(alphas, admitted.mean(axis=1), **style)
+            right.plot(alphas, accuracy, **style)
+        right.plot([0.5, 1.0], [0.5, 1.0], color=plots.INK, linewidth=1.0, linestyle=":")
+        left.set(ylabel=test, ylim=(-0.02, 1.02))
+        right.set_ylim(-0.02, 1.02)
+        for axes in (left, right):
+            axes.axvline(runs[0].alpha, color=plots.INK, linewidth=1.0, linestyle="--")
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axes, title in zip(grid[0], ("Share admitted", "Accuracy among the admitted"), strict=True):
+        axes.set_title(title)
+    for axes in grid[-1]:
+        axes.set_xlabel("alpha")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, len(handles)))
+    return figure
 
 
 def _training(runs: Sequence[Run]) -> str:
