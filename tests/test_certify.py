@@ -93,9 +93,10 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
         certificate = certify_region(REGION, [1.0], np.ones(60), p, ones, ones, classes=classes)
         certificate.save(tmp_path / "c.json")
         assert Certificate.load(tmp_path / "c.json") == certificate
-    (tmp_path / "c.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"c\.json is not a readable certificate"):
-        Certificate.load(tmp_path / "c.json")
+    for damaged in ("{}", "[" * 100_000):
+        (tmp_path / "c.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"c\.json is not a readable certificate"):
+            Certificate.load(tmp_path / "c.json")
 
 
 def test_grid_comes_from_calibration_and_starts_at_the_region():

@@ -267,6 +267,15 @@ def test_one_sentence_for_every_mistake(
     assert "has no sdm/ folder" in fails(capsys, "verify", "plain", "--data", "types.jsonl")
     pipe(monkeypatch, b"abc=\n")
     assert "has no sdm/ folder" in fails(capsys, "chat", "plain")
+    for wrong, message in {
+        ("--alpha", "2"): "alpha is 2.0",
+        ("--temperature", "-1"): "temperature is -1.0",
+        ("--top-p", "5"): "top_p is 5.0",
+        ("--max-new-tokens", "0"): "max_new_tokens is 0",
+        ("--seed", "-1"): "seed is -1",
+    }.items():
+        pipe(monkeypatch, b"abc=\n")
+        assert message in fails(capsys, "chat", "model", *wrong)
     pipe(monkeypatch, b"ab\xff\n")
     assert "not UTF-8" in fails(capsys, "chat", "model")
     pipe(monkeypatch, b"")

@@ -61,6 +61,7 @@ def test_no_labels(tmp_path):
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.jsonl", b"{", "line 1: not JSON"),
+        ("a.jsonl", b"[" * 100_000, r"line 1: not JSON \(nested too deeply\)"),
         ("a.jsonl", b"[1]", "line 1: expected an object"),
         ("a.jsonl", b'{"x": 1}', "has no embeddings"),
         ("a.jsonl", b'{"embedding": [1]}\n{"embedding": [1, 2]}', "different lengths"),

@@ -18,9 +18,12 @@ from tiny_lm import tiny_lm, tiny_tokenizer
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 from transformers import AutoModelForCausalLM
 
-from sdmlm import SDMLanguageModel, Verification
+from sdmlm import SDMLanguageModel, SearchPolicy, Verification, calibrate_search
+from sdmlm.artifacts import read_facts, write_facts
 from sdmlm.encoding import VerificationTags
+from sdmlm.explain import reason
 from sdmlm.layer import ALPHA_GRID
+from sdmlm.region import HighReliabilityRegion
 from sdmlm.verification import bare
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
@@ -203,6 +206,20 @@ def test_a_reason_names_the_thresholds_as_they_were_found(lm: SDMLanguageModel) 
         assert f"at least {region.q_min:.4g})" in text
 
 
+def test_a_reason_where_a_class_is_never_accepted(lm: SDMLanguageModel) -> None:
+    """As of a calibrated search, whose region is about Yes alone."""
+    region = HighReliabilityRegion(0.8, 0.5, (math.inf, 0.8))
+    answers = lm.write(PROMPTS, lm.check_prompts(PROMPTS), lm.sampling(), [[0]] * len(PROMPTS), progress=False)
+    found = lm.score(lm.summaries(answers, progress=False), 0.8)
+    judged = dataclasses.replace(
+        found, accepted=np.zeros(len(PROMPTS), bool), prediction=np.zeros(len(PROMPTS), np.int64)
+    )
+    said = [reason(judged, n, region, ["No", "Yes"]) for n in range(len(PROMPTS)) if found.q[n] > 0]
+    assert said
+    assert not any("inf" in text for text in said)
+    assert any('no verdict "No" is accepted' in text for text in said)
+
+
 def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: Path) -> None:
     """As those of the SDM layer were: otherwise every h would lie off its place."""
     lm = SDMLanguageModel.from_pretrained(train(tmp_path, bf16=True))
@@ -305,6 +322,8 @@ def test_sampling_is_seeded(lm: SDMLanguageModel) -> None:
     assert texts(temperature=1.5, seed=3) != texts(temperature=1.5, seed=4)
     assert len(set(texts(temperature=1.5))) > 1
     assert texts(temperature=1.5, top_p=1e-6) == texts()  # only the likeliest token is left
+    for tiny in ({"temperature": 1e-38}, {"temperature": 5e-324}, {"temperature": 1.0, "top_p": 1e-300}):
+        assert texts(**tiny) == texts()
 
 
 def test_top_p_leaves_the_likeliest() -> None:
@@ -325,6 +344,9 @@ def test_stop_strings_end_an_answer_and_are_no_part_of_it(lm: SDMLanguageModel) 
     same(v, lm.verify("abc=", v.text))
     assert lm.generate("abc=", stop=["xyz", "bc"]).text == "a"
     assert lm.generate("abc=", stop="<verified>").text == plain
+    inside = lm.generate("abc=", stop="fied")  # a tag that is cut off is no part of an answer
+    assert inside.text == plain
+    assert (inside.verdict, inside.q) == (lm.generate("abc=").verdict, lm.generate("abc=").q)
     for wrong in ("", ["a", ""], [3]):
         with pytest.raises(ValueError, match="stop must be"):
             lm.generate("abc=", stop=wrong)
@@ -417,6 +439,24 @@ def test_two_processes_give_feedback_and_none_is_lost(copied: Path) -> None:
     with pytest.raises(ValueError, match="changed by another process"):
         two.feedback("abf=", "abf", True)
     assert SDMLanguageModel.from_pretrained(copied).feedback_ids == ["feedback:1"]
+
+
+def test_saving_where_others_save_too_loses_nothing_of_theirs(copied: Path) -> None:
+    one, two = SDMLanguageModel.from_pretrained(copied), SDMLanguageModel.from_pretrained(copied)
+    one.feedback("abc=", "abc", True)
+    policy = SearchPolicy(budget=1)
+    calibrate_search(one, calibration_rows(), policy, progress=False)
+    two.save_pretrained(copied)
+    again = SDMLanguageModel.from_pretrained(copied)
+    assert again.feedback_ids == two.feedback_ids == ["feedback:1"]
+    assert again.digest() == two.digest() == one.digest()
+    assert [c.policy for c in again.search_calibrations] == [c.policy for c in two.search_calibrations] == [policy]
+    again.save_pretrained(copied)
+    assert len(SDMLanguageModel.from_pretrained(copied).search_calibrations) == 1
+    one.feedback("abd=", "abd", True)
+    two.feedback("abe=", "abe", True, save=False)
+    with pytest.raises(ValueError, match="changed by another process"):
+        two.save_pretrained(copied)
 
 
 def test_a_card_that_is_not_ours_stays(copied: Path) -> None:
@@ -519,6 +559,13 @@ def test_in_another_type_it_is_still_the_same_model(folder: Path) -> None:
         (lambda sdm: change(sdm, tags={"open": ""}), "lm.json is damaged"),
         (lambda sdm: change(sdm, autocast="int4"), "lm.json is damaged"),
         (lambda sdm: change(sdm, format_version=9), "newer sdmlm"),
+        (lambda sdm: change(sdm, training=...), r"lm.json is damaged \(training is missing"),
+        (lambda sdm: edited(sdm / "lm.json", '"Yes"', '"Yds"'), r"lm.json is damaged \(its checksum differs"),
+        (lambda sdm: (sdm / "lm.json").write_text("[]"), "lm.json is damaged"),
+        (
+            lambda sdm: edited(sdm.parent / "config.json", '"hidden_size": ', '"hidden_size": "x", "was": '),
+            "could not be loaded: Validation error for field 'hidden_size'",
+        ),
         (lambda sdm: (sdm / "search.json").write_text("[]"), "search.json is damaged"),
         (lambda sdm: (sdm.parent / "model.safetensors").write_bytes(b"x"), "model of .* could not be loaded"),
         (lambda sdm: (sdm.parent / "tokenizer.json").write_text("x"), "tokenizer of .* could not be loaded"),
@@ -533,7 +580,14 @@ def test_a_damaged_folder_is_refused(copied: Path, damage: Any, message: str) ->
 
 def change(sdm: Path, **facts: Any) -> None:
     path = sdm / "lm.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    known = {**read_facts(path), **facts}
+    write_facts(path, {name: value for name, value in known.items() if value is not ...})
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def test_feedback_of_other_weights_or_damaged_is_refused(copied: Path) -> None:
@@ -629,6 +683,7 @@ def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["abc=", []], "Prompt 1 is list"),
         (["abc=", [{"role": "user"}]], "Prompt 1 is list"),
         ([{"role": "user", "content": ["a"]}], "Prompt 0 is list"),
+        ([[{"role": "system", "content": "a"}, {"role": "user", "content": " "}]], "Prompt 0 is empty"),
         ([{"role": "assistant", "content": "a"}], "Prompt 0 ends with an assistant message"),
         (["abc=", "a" * 200], "Prompt 1 has 200 tokens, but the model's context leaves room for"),
         (["\ud800"], "Prompt 0 holds half of a surrogate pair"),

@@ -68,6 +68,20 @@ def page(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
+def test_names_that_matplotlib_would_read_otherwise(estimator: SDMEstimator, tmp_path: Path) -> None:
+    write_report(tmp_path / "r.html", estimator, class_names=["a$_$b^$", "_hidden"])
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert text.count("_hidden") > text.count("<td>_hidden")
+    figure = plots.distributions(estimator, None, ["a$_$b^$", "_hidden"])
+    shown = [
+        t.get_text()
+        for legend in [*figure.legends, *(a.get_legend() for a in figure.axes)]
+        if legend
+        for t in legend.get_texts()
+    ]
+    assert {r"a\$_\$b^\$", "\u200b_hidden"} <= set(shown)
+
+
 @pytest.fixture(scope="module")
 def report(estimator: SDMEstimator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report on the calibration points, alone in its folder."""

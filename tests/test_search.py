@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
+from sdmlm.artifacts import read_facts, write_facts
 from sdmlm.commands.calibrate_search import summary
 from sdmlm.encoding import Encoder
 from sdmlm.layer import ALPHA_GRID
@@ -357,12 +357,15 @@ def test_a_calibration_is_kept_with_the_model(folder: Path, tmp_path: Path) -> N
     assert SDMLanguageModel.from_pretrained(copied).search_calibrations == (other, first, mine, yours)
 
     path = copied / "sdm" / "search.json"
-    facts = json.loads(path.read_text())
+    facts = read_facts(path)
+    path.write_text(path.read_text().replace('"budget": 1', '"budget": 7'))
+    with pytest.raises(ValueError, match="its checksum differs"):
+        SDMLanguageModel.from_pretrained(copied)
     facts["searches"][0]["labels"] = [1]
-    path.write_text(json.dumps(facts))
+    write_facts(path, facts)
     with pytest.raises(ValueError, match="its columns differ in length"):
         SDMLanguageModel.from_pretrained(copied)
-    path.write_text(json.dumps({**facts, "format_version": 2}))
+    write_facts(path, {**facts, "format_version": 2})
     with pytest.raises(ValueError, match="newer sdmlm"):
         SDMLanguageModel.from_pretrained(copied)
 

@@ -162,6 +162,9 @@ def test_values_that_ask_for_nothing_pass(neutral: dict[str, Any]) -> None:
         ({"messages": [5]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "refusal": "y"}]}, "messages[0].refusal"),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": 3}]}, "messages[0].refusal"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "x": 1}]}, "messages[0].x"),
@@ -183,6 +186,8 @@ def test_messages() -> None:
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
             {"role": "user", "content": "d"},
+            {"role": "assistant", "content": None, "refusal": "Rejected."},  # as we withhold an answer
+            {"role": "user", "content": "e"},
         ]
     ).prompts
     assert prompt == [
@@ -190,6 +195,8 @@ def test_messages() -> None:
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "Rejected."},
+        {"role": "user", "content": "e"},
     ]
 
 
@@ -218,9 +225,10 @@ def test_verify_and_feedback() -> None:
     hello = [{"role": "user", "content": "hello"}]
     assert documents == [Document("a", "b", "items[0]."), Document(hello, "b", "items[1].")]
     assert read_feedback({**body, "label": False}, "tiny").label is False
+    assert read_verify({**body, "completion": ""}, "tiny")[0] == [Document("a", "")]  # an answer may be empty
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (read_verify, {"prompt": "a"}, "completion"),
-        (read_verify, {**body, "completion": " "}, "completion"),
+        (read_verify, {**body, "completion": 5}, "completion"),
         (read_verify, {**body, **HELLO}, "prompt"),
         (read_verify, {"completion": "b"}, "prompt"),
         (read_verify, {**body, "label": True}, "label"),

@@ -23,6 +23,10 @@ WRITTEN = [
     "<verified>Yes</verified>",
     "ab</s>cd",
     "a\nb\nend",
+    "abc\n<verif",
+    "abc\n<",
+    "abc<",
+    "abc\n<verend",
     "",
 ]
 
@@ -38,6 +42,9 @@ def read_slowly(text: str, stop: str) -> str:
     if "<verified>" in text:
         text = text[: text.rindex("<verified>")]
     text = text.removesuffix("\n")
+    for k in range(len("\n<verified"), 1, -1):  # a tag that was cut off, at least its first character
+        if text.endswith("\n<verified"[:k]):
+            text = text[:-k]
     return bare(text, VerificationTags())
 
 
@@ -75,6 +82,10 @@ def test_a_tag_is_never_heard(encoder: Encoder) -> None:
         ("abc\n<verified>No</verified>\n<verified>Yes</verified> \n", "abc"),
         ("abc\n<verified>", "abc"),
         ("abc\n<verified>No</ver", "abc"),
+        ("abc\n<verif", "abc"),
+        ("abc\n<verified>Yes</verified>\n<v", "abc"),
+        ("abc <", "abc <"),
+        ("abc\n", "abc\n"),
         ("abc\n<verified>Maybe", "abc\n<verified>Maybe"),
         ("good\n<verified>Yes</verified> bad", "good\n<verified>Yes</verified> bad"),
         ("", ""),
@@ -143,3 +154,10 @@ def test_thresholds_give_way_to_rounding_but_never_by_a_neighbour(q_min: float, 
     region = widened(HighReliabilityRegion(0.9, q_min, (0.9, 0.99999)))
     assert region.q_min == pytest.approx(lowered, abs=1e-9)
     assert region.psi == pytest.approx((0.89999, 0.9999899), abs=1e-12)
+
+
+def test_many_suffixes_take_no_longer_for_being_many() -> None:
+    """One pass from the end: a body of a megabyte must not keep a server busy for seconds."""
+    tags = VerificationTags()
+    assert bare("abc" + "\n<verified>" * 50_000, tags) == "abc"
+    assert bare("abc" + "<verified>No</verified> \n" * 20_000, tags) == "abc"

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 CONFIG = "config.json"
+
+
+class DamagedError(ValueError):
+    """What is on disk cannot be read as what it should be."""
 
 
 def write_artifact(
@@ -69,27 +73,29 @@ def write_artifact(
 def read_artifact(
     folder: str | Path, kind: str, version: int
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """(config, tensors, texts) of an artifact, or a ValueError that says what is wrong with it."""
+    """(config, tensors, texts) of an artifact, or a DamagedError that says what is wrong with it."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} holds no {CONFIG}: it is not a saved {kind}.")
+        raise DamagedError(f"{folder} holds no {CONFIG}: it is not a saved {kind}.")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         found_kind, found_version, files = config["kind"], int(config["format_version"]), config["files"]
         entries = {part: (str(files[part]["name"]), str(files[part]["sha256"])) for part in ("tensors", "texts")}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG} is damaged: save the artifact again or restore it from a copy.") from error
+        raise DamagedError(
+            f"{folder / CONFIG} is damaged: save the artifact again or restore it from a copy."
+        ) from error
     if found_kind != kind:
-        raise ValueError(f"{folder} holds a saved {found_kind}, not a {kind}.")
+        raise DamagedError(f"{folder} holds a saved {found_kind}, not a {kind}.")
     if found_version > version:
-        raise ValueError(
+        raise DamagedError(
             f"{folder} was written by a newer sdmlm (format {found_version}, this one reads up to {version}): upgrade sdmlm."
         )
     for name, sha256 in entries.values():
         if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing: the artifact is damaged, restore it from a copy.")
+            raise DamagedError(f"{folder / name} is missing: the artifact is damaged, restore it from a copy.")
         if _sha256(folder / name) != sha256:
-            raise ValueError(f"{folder / name} is damaged (its checksum differs): restore it from a copy.")
+            raise DamagedError(f"{folder / name} is damaged (its checksum differs): restore it from a copy.")
     tensors = load_file(folder / entries["tensors"][0])
     texts = json.loads((folder / entries["texts"][0]).read_text(encoding="utf-8"))
     return config, tensors, texts
@@ -137,6 +143,26 @@ def write_text_atomically(path: str | Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         _flush(partial)
         os.replace(partial, path)
+
+
+def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
+    """A JSON object with a checksum of its own, replaced in one step."""
+    plain = json.loads(json.dumps(facts))
+    write_text_atomically(path, json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n")
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What `write_facts` wrote; ValueError or OSError where it cannot be read or was changed since."""
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(facts, dict):
+        raise DamagedError("it is no object")
+    if facts.pop("sha256", None) not in (None, _digest(facts)):  # without one: written before there were any
+        raise DamagedError("its checksum differs")
+    return facts
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ class Certificate:
                 region = HighReliabilityRegion(float(region["alpha"]), float(region["q_min"]), psi)
             tests = tuple(ThresholdTest(**test) for test in facts["tests"])
             return cls(facts["alpha"], facts["delta"], tuple(facts["classes"]), region, tests, facts["estimator"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a readable certificate: make it with `sdmlm certify --output`.") from error
 
 

@@ -169,8 +169,9 @@ def _read_jsonl(path: Path) -> dict[str, Any]:
                         raise ValueError(f"{path}, line {number}: expected an object with the key embedding.")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        said = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise ValueError(f"{path}, line {number}: not JSON ({said}).") from error
     if not rows:
         raise ValueError(f"{path} is empty: it holds no embeddings.")
     columns = {}

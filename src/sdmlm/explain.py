@@ -79,6 +79,8 @@ def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: S
             f"Rejected: {agree} rightly predicted as {name}, which gives q' {q_prime:.4g}, below the {region.q_min:.4g} "
             f"that alpha {region.alpha:g} asks for."
         )
+    if math.isinf(region.psi[c]):  # of a calibrated search, or a certificate over some classes
+        return f"Rejected: here no verdict {name} is accepted, however sure."
     if p < region.psi[c]:
         return f"Rejected: the SDM output {p:.4f} for {name} is below its threshold psi {region.psi[c]:.4f}."
     return f"Rejected: another class also reaches its threshold, or another model of the ensemble disagrees on {name}."

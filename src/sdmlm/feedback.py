@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sdmlm.artifacts import CONFIG, read_artifact, write_artifact
+from sdmlm.artifacts import CONFIG, DamagedError, read_artifact, write_artifact
 from sdmlm.estimator import SDMEstimator
 
 FEEDBACK = "feedback"
@@ -94,7 +94,7 @@ def load_feedback(sdm: Path, fingerprint: str) -> FeedbackLog:
         )
         same = config["fingerprint"] == fingerprint
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} is damaged: restore it from a copy or delete it.") from error
+        raise DamagedError(f"{folder} is damaged: restore it from a copy or delete it.") from error
     if not same:
-        raise ValueError(f"{folder} was given over other weights than the SDM layer beside it: delete it.")
+        raise DamagedError(f"{folder} was given over other weights than the SDM layer beside it: delete it.")
     return FeedbackLog(items, next_number)

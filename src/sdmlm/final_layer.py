@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sdmlm import __version__
 from sdmlm.activation import sdm_losses
-from sdmlm.artifacts import CONFIG, write_text_atomically
+from sdmlm.artifacts import CONFIG, DamagedError, read_facts, write_facts
 from sdmlm.config import SDMConfig
 from sdmlm.encoding import Encoder, check_rows, completion_text
 from sdmlm.estimator import SDMEstimator
@@ -32,6 +32,10 @@ from sdmlm.rewards import Reward, load_reward
 
 SDM_FOLDER = "sdm"
 LM_FILE = "lm.json"
+_FACTS = (  # in it
+    *("format_version", "sdmlm_version", "fingerprint", "tags", "max_length", "truncate_prompt", "max_new_tokens"),
+    "training",
+)
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -223,15 +227,18 @@ def write_final_layer(folder: Path, estimator: SDMEstimator, facts: Mapping[str,
     """
     estimator.save_pretrained(folder)
     facts = {**facts, "estimator_sha256": layer_sha256(folder)}
-    write_text_atomically(folder / LM_FILE, json.dumps(facts, indent=2) + "\n")
+    write_facts(folder / LM_FILE, facts)
 
 
 def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:
     """lm.json of an `sdm/` folder, refused where it does not belong to the estimator beside it."""
     folder = Path(folder)
     try:
-        facts: dict[str, Any] = json.loads((folder / LM_FILE).read_text(encoding="utf-8"))
+        facts = read_facts(folder / LM_FILE)
         same = facts["estimator_sha256"] == layer_sha256(folder)
+        missing = [name for name in _FACTS if name not in facts]
+    except DamagedError as error:
+        raise DamagedError(f"{folder / LM_FILE} is damaged ({error}): run sdmlm calibrate --force.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} holds no whole SDM layer of a language model: run sdmlm calibrate.") from error
     if not same:
@@ -239,6 +246,8 @@ def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:
             f"{folder / LM_FILE} belongs to another SDM layer than the one beside it, as when a save was cut off: run "
             "sdmlm calibrate --force again."
         )
+    if missing:
+        raise DamagedError(f"{folder / LM_FILE} is damaged ({missing[0]} is missing): run sdmlm calibrate --force.")
     return facts
 
 

@@ -364,7 +364,7 @@ class SDMLanguageModel:
             if prompt[-1]["role"] == "assistant":
                 raise ValueError(f"{name} ends with an assistant message: end with what is to be answered.")
         text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
-        if not text.strip():
+        if not (text if isinstance(prompt, str) else prompt[-1]["content"]).strip():
             raise ValueError(f"{name} is empty: write something to answer.")
         _check_spelling(text, name)
         encoder = self.encoder
@@ -519,8 +519,16 @@ class SDMLanguageModel:
 
         Into the folder that the model came from, the weights are not written again.
         """
-        self._save(Path(folder), Path(folder).name)
-        self.folder, self._stored_feedback = Path(folder), self._feedback
+        from sdmlm.search_calibration import joined, load_searches
+
+        home = Path(folder)
+        own = self.folder is not None and home.exists() and home.resolve() == self.folder.resolve()
+        with self._latest_feedback(own) as known:  # with what other processes have saved there since
+            if own:
+                self._use(known, save=False)
+                self.search_calibrations = joined(load_searches(home / SDM_FOLDER), self.search_calibrations)
+            self._save(home, home.name)
+            self.folder, self._stored_feedback = home, self._feedback
 
     def _save(self, folder: Path, name: str) -> None:
         """`name` is what the card calls the model."""
@@ -592,12 +600,10 @@ def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]
 
 
 def _loaded(kind: Any, folder: Path, what: str, path: str | Path, **options: Any) -> Any:
-    from safetensors import SafetensorError
-
     try:
         return kind.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+    except Exception as error:  # damaged files end in errors of any kind
+        why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
         raise ValueError(f"The {what} of {path} could not be loaded: {why}.") from error
 
 

@@ -24,6 +24,7 @@ from sdmlm.rewards import Reward, apply_reward
 from sdmlm.summary import GenerationReader, batches_by_length
 
 Row = Mapping[str, Any]
+_LEAST = 1e-30  # of a temperature or a top_p
 
 
 class Draw(NamedTuple):
@@ -192,11 +193,12 @@ def _pick(logits: Tensor, temperature: float, chance: Tensor | None, top_p: floa
     """The likeliest token, or the one at which the cumulative probability passes a uniform number of the row's own."""
     if chance is None:
         return logits.argmax(dim=-1)
-    p = torch.softmax(logits / temperature, dim=-1)
+    # Less the largest, and divided by no less than float32 can hold: a tiny temperature is greedy, not infinite.
+    p = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, _LEAST), dim=-1)
     if top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
         # A token stays while those before it have less than top_p together: the likeliest always does.
-        ordered = torch.where(ordered.cumsum(dim=-1) - ordered < top_p, ordered, 0.0)
+        ordered = torch.where(ordered.cumsum(dim=-1) - ordered < max(top_p, _LEAST), ordered, 0.0)
         p = torch.zeros_like(p).scatter_(1, index, ordered)
     cumulative = p.cumsum(dim=-1)
     at = torch.searchsorted(cumulative, chance[:, None] * cumulative[:, -1:], right=True)

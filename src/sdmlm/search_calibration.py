@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdmlm.artifacts import finite_or_none, locked, none_as_infinity, write_text_atomically
+from sdmlm.artifacts import finite_or_none, locked, none_as_infinity, read_facts, write_facts
 from sdmlm.certify import certify_region
 from sdmlm.encoding import check_rows
 from sdmlm.final_layer import SDM_FOLDER
@@ -187,16 +187,18 @@ def calibrate_search(
         tuple(lm.estimator.layers_[0].region(a) for a in sorted({*ALPHA_GRID, alpha})),
     )
 
-    def joined(known: Sequence[SearchCalibration]) -> tuple[SearchCalibration, ...]:
-        others = (c for c in known if not c.matches(policy, alpha, sampling, calibration.estimator))
-        return (*others, calibration)
-
     if save and lm.folder is not None:
         sdm = lm.folder / SDM_FOLDER
         with locked(sdm):  # another process may have calibrated another search meanwhile
-            save_searches(sdm, joined(load_searches(sdm)))
-    lm.search_calibrations = joined(lm.search_calibrations)
+            save_searches(sdm, joined(load_searches(sdm), [calibration]))
+    lm.search_calibrations = joined(lm.search_calibrations, [calibration])
     return calibration
+
+
+def joined(known: Sequence[SearchCalibration], more: Sequence[SearchCalibration]) -> tuple[SearchCalibration, ...]:
+    """Both; of two for the same search that of `more`."""
+    others = [c for c in known if not any(c.matches(n.policy, n.alpha, n.sampling, n.estimator) for n in more)]
+    return (*others, *more)
 
 
 def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -237,8 +239,7 @@ def _key(prompt: Prompt) -> str:
 def save_searches(sdm: Path, searches: Sequence[SearchCalibration]) -> None:
     """Write `sdm/search.json`; nothing where there is nothing to write."""
     if searches or (sdm / FILE).exists():
-        facts = {"format_version": FORMAT_VERSION, "searches": [c.to_dict() for c in searches]}
-        write_text_atomically(sdm / FILE, json.dumps(facts) + "\n")
+        write_facts(sdm / FILE, {"format_version": FORMAT_VERSION, "searches": [c.to_dict() for c in searches]})
 
 
 def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
@@ -247,7 +248,7 @@ def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
     if not path.exists():
         return ()
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_facts(path)
         version = int(facts["format_version"])
         if version <= FORMAT_VERSION:
             return tuple(SearchCalibration.from_dict(c) for c in facts["searches"])

@@ -125,9 +125,10 @@ class AnswerText:
 
     def read(self, ids: Sequence[int]) -> tuple[str, bool | None]:
         """(answer, the LM's own verdict), up to a stop string."""
-        text = self.verbatim(ids)
-        body, verdict = self._encoder.tags.split(text[: self._first_stop(text)])
-        return bare(body, self._encoder.tags), verdict
+        tags, text = self._encoder.tags, self.verbatim(ids)
+        body, verdict = tags.split(text[: self._first_stop(text)])
+        begun = overlap(body, tags.separator + tags.open)  # a tag that a limit or a stop string has cut off
+        return bare(body[: len(body) - begun] if begun > len(tags.separator) else body, tags), verdict
 
     def piece(self, ids: Sequence[int]) -> str:
         """What has become certain since the last call: no part of a tag, of a stop string, or of half a character."""
@@ -137,12 +138,18 @@ class AnswerText:
             text = text.removesuffix(tags.separator)
         else:
             text = text.rstrip("\ufffd")
-            marks = (tags.separator + tags.open, tags.open, *self._stop)
-            text = text[: len(text) - max(overlap(text, mark) for mark in marks)]
-            text = text[: len(text) - overlap(text, tags.separator)]  # one at the end of an answer is no part of it
+            # A stop string may end the answer where it begins, and then what a tag begins with is no part of it either.
+            ends = (text, text[: len(text) - max((overlap(text, stop) for stop in self._stop), default=0)])
+            text = min((self._certain(end) for end in ends), key=len)
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
+
+    def _certain(self, text: str) -> str:
+        """Without what may be the beginning of a tag, and without the separator before it."""
+        tags = self._encoder.tags
+        text = text[: len(text) - max(overlap(text, mark) for mark in (tags.separator + tags.open, tags.open))]
+        return text[: len(text) - overlap(text, tags.separator)]
 
     def last(self, text: str) -> str:
         """What the pieces so far leave out of the finished answer."""
@@ -173,15 +180,22 @@ def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], al
 
 
 def bare(text: str, tags: VerificationTags) -> str:
-    """A text without a verification suffix at its end, whole or cut off, however many there are."""
-    while True:
-        shorter = tags.strip_suffix(text)
-        body, tag, rest = shorter.rpartition(tags.open)
-        if tag and any(tags.answer(verified).startswith(rest.strip()) for verified in (True, False)):
-            shorter = body.removesuffix(tags.separator)
-        if shorter == text:
-            return text
-        text = shorter
+    """A text without a verification suffix at its end, whole or cut off, however many there are.
+
+    A single character that a tag begins with may be text like any other, and stays.
+    """
+
+    def before(at: int) -> int:
+        return at - len(tags.separator) * text.endswith(tags.separator, 0, at)
+
+    begun = overlap(text, tags.open)
+    end = before(len(text) - begun) if begun > 1 else len(text)
+    while (at := text.rfind(tags.open, 0, end)) >= 0:
+        rest = text[at + len(tags.open) : end].strip()
+        if not any(tags.answer(verified).startswith(rest) for verified in (True, False)):
+            break
+        end = before(at)
+    return text[:end]
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

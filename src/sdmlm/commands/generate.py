@@ -87,7 +87,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def writing(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_writing` gave, as options of SDMLanguageModel.generate."""
+    """What `add_writing` gave, as options of SDMLanguageModel.generate; refused here where no answer could be written so."""
+    from sdmlm.region import check_alpha
+    from sdmlm.verification import Sampling, check_whole
+
+    Sampling(
+        1 if args.max_new_tokens is None else args.max_new_tokens, args.temperature, args.top_p, tuple(args.stop or ())
+    )
+    check_whole("seed", args.seed, 0)
+    if args.alpha is not None:
+        check_alpha(args.alpha)
     names = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
     return {**{name: getattr(args, name) for name in names}, "search": policy(args)}
 

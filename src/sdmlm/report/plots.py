@@ -151,7 +151,7 @@ def distributions(estimator: SDMEstimator, view: View | None, class_names: Seque
     beyond = ca.q_prime.numpy() >= region.q_min
     for i, c in enumerate(shown_classes(estimator)):
         style = {"color": PALETTE[i], "linestyle": ("-", "--", "-.", ":")[i % 4], "linewidth": 1.6}
-        _ecdf(left, layer.cdf.values[c], label=class_names[c], **style)
+        _ecdf(left, layer.cdf.values[c], label=plain(class_names[c]), **style)
         own = outputs[(labels == c) & beyond]
         _ecdf(right, _inside(own), **style)
         if np.isfinite(region.psi[c]):
@@ -177,6 +177,11 @@ def distributions(estimator: SDMEstimator, view: View | None, class_names: Seque
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     figure.legend(loc="outside right center")
     return figure
+
+
+def plain(name: str) -> str:
+    """A name as matplotlib shows it: not as a formula between dollars, nor left out for an underscore at its start."""
+    return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _inside(values: Any) -> Any:

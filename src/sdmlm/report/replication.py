@@ -155,7 +155,7 @@ def alpha_curves(runs: Sequence[Run]) -> Figure:
             ]
             n = settings.index(run.setting) % len(_LINES)
             style = {"color": plots.PALETTE[n], "linestyle": _LINES[n], "linewidth": 1.3}
-            (handles[run.label],) = left.plot(alphas, admitted.mean(axis=1), **style)
+            (handles[plots.plain(run.label)],) = left.plot(alphas, admitted.mean(axis=1), **style)
             right.plot(alphas, accuracy, **style)
         right.plot([0.5, 1.0], [0.5, 1.0], color=plots.INK, linewidth=1.0, linestyle=":")
         left.set(ylabel=test, ylim=(-0.02, 1.02))
@@ -233,7 +233,9 @@ def training_curves(runs: Sequence[Run]) -> Figure | None:
                 "marker": "o",
                 "markersize": 3 if len(found["epoch"]) > 3 else 6,
             }
-            axes.plot(found["epoch"], found[name], label=None if run.setting in named else run.label, **style)
+            axes.plot(
+                found["epoch"], found[name], label=None if run.setting in named else plots.plain(run.label), **style
+            )
             named.add(run.setting)
         axes.set_visible(bool(named))  # fine-tuning with cross-entropy has only the last of them
         axes.set(title=title, xlabel="Epoch")

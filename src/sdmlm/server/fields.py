@@ -97,11 +97,17 @@ def choice(body: Body, name: str, options: tuple[str, ...], where: str = "") -> 
     return str(value)
 
 
-def text(body: Body, name: str, where: str = "") -> str:
-    """A string that must be there and hold more than white space."""
+def string(body: Body, name: str, where: str = "") -> str:
+    """A string that must be there, and may be empty."""
     value = body.get(name)
     if not isinstance(value, str):
         raise refused(where + name, f"'{where}{name}' is {_kind(value)} but must be a string.")
+    return value
+
+
+def text(body: Body, name: str, where: str = "") -> str:
+    """A string that must be there and hold more than white space."""
+    value = string(body, name, where)
     if not value.strip():
         raise refused(where + name, f"'{where}{name}' is empty.", "empty")
     return value

@@ -7,8 +7,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from sdmlm.artifacts import DamagedError
 from sdmlm.lm import SDMLanguageModel
-from sdmlm.server.engine import Engine
+from sdmlm.server.engine import Engine, log
 from sdmlm.server.errors import ApiError, refused
 from sdmlm.server.info import describe
 from sdmlm.server.protocol import Ask, Document, Feedback, Prompt, SdmOptions
@@ -110,6 +111,10 @@ def _kept(lm: SDMLanguageModel) -> Iterator[None]:
         raise ApiError(403, said, code="feedback_disabled")
     try:
         yield
+    except DamagedError as error:
+        log.error("%s", error)  # names files, quotes no request
+        said = "The feedback kept with this model cannot be read: its operator will have to restore it."
+        raise ApiError(500, said, code="feedback_not_kept") from error
     except (OSError, ValueError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(cause, OSError):

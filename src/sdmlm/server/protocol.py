@@ -58,8 +58,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 SDM_FIELDS = {"alpha", "on_reject", "budget", "neighbors"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # What a message of an earlier answer carries, as clients send it back: null, or nothing to read.
-MESSAGE_FIELDS = {"role", "content"}
-MESSAGE_EMPTY = {"name", "refusal", "tool_calls", "function_call", "audio", "annotations"}
+MESSAGE_FIELDS = {"role", "content", "refusal"}
+MESSAGE_EMPTY = {"name", "tool_calls", "function_call", "audio", "annotations"}
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,9 @@ def read_document(body: Body, where: str = "") -> Document:
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise refused(f"{where}prompt", f"Give either '{where}prompt' or '{where}messages'.")
     if body.get("prompt") is not None:
-        return Document(fields.text(body, "prompt", where), fields.text(body, "completion", where), where)
+        return Document(fields.text(body, "prompt", where), fields.string(body, "completion", where), where)
     messages = read_messages(body["messages"], f"{where}messages")
-    return Document(messages, fields.text(body, "completion", where), where)
+    return Document(messages, fields.string(body, "completion", where), where)
 
 
 def read_messages(messages: Any, name: str) -> list[dict[str, str]]:
@@ -229,8 +229,8 @@ def read_messages(messages: Any, name: str) -> list[dict[str, str]]:
     read = [_read_message(message, f"{name}[{n}]") for n, message in enumerate(messages)]
     if read[-1]["role"] == "assistant":
         raise refused(name, f"'{name}' ends with an assistant message: end with what is to be answered.")
-    if not any(message["content"].strip() for message in read):
-        raise refused(name, f"'{name}' has no text: write something to answer.", "empty")
+    if not read[-1]["content"].strip():
+        raise refused(name, f"'{name}' ends without text: write something to answer.", "empty")
     return read
 
 
@@ -245,7 +245,12 @@ def _read_message(message: Any, name: str) -> dict[str, str]:
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(ROLES)
         raise refused(f"{name}.role", f"'{name}.role' must be one of {known}.")
-    return {"role": ROLES[role], "content": _read_content(message.get("content"), f"{name}.content")}
+    content, refusal = message.get("content"), message.get("refusal")
+    if refusal is not None and (role != "assistant" or not isinstance(refusal, str)):
+        raise refused(f"{name}.refusal", f"'{name}.refusal' must be a string, of an assistant message.")
+    if content is None and refusal is not None:  # an answer of ours that was withheld, sent back
+        content = refusal
+    return {"role": ROLES[role], "content": _read_content(content, f"{name}.content")}
 
 
 def _read_content(content: Any, name: str) -> str:
