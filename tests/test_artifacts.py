@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -144,6 +145,15 @@ def test_text_is_replaced_in_one_step(tmp_path, monkeypatch):
         write_text_atomically(tmp_path / "t", "new")
     assert (tmp_path / "t").read_text() == "old"
     assert os.listdir(tmp_path) == ["t"]
+
+
+def test_many_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "tables.json"
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(write_text_atomically, path, str(n) * 1000) for n in range(200)]:
+            done.result()
+    assert len(set(path.read_text())) <= 3
+    assert [p.name for p in tmp_path.iterdir()] == ["tables.json"]
 
 
 def test_a_really_full_disk_is_named(tmp_path):

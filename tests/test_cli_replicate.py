@@ -324,6 +324,16 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(
         Path(f"{name}.jsonl").write_text(lines + lines.split("\n")[0].replace("a", "b") + "\n")
         assert f"made with other rows than {name}.jsonl holds now" in fails(capsys, *command)
         Path(f"{name}.jsonl").write_text(lines)
+    # Runs of one setting may differ in the seed alone.
+    beside = [*command[:-1], "1"]
+    Path("tiny/sdm_hn.yaml").write_text(recipe.replace("sdm_epochs: 3\n", "sdm_epochs: 4\n"))
+    assert "seed-0 is a run of another recipe (sdm_epochs differs from tiny/sdm_hn.yaml)" in fails(capsys, *beside)
+    Path("tiny/sdm_hn.yaml").write_text(recipe)
+    for name in ("train", "test"):
+        lines = Path(f"{name}.jsonl").read_text()
+        Path(f"{name}.jsonl").write_text(lines + lines.split("\n")[0].replace("a", "b") + "\n")
+        assert f"made with other rows than {name}.jsonl holds now" in fails(capsys, *beside)
+        Path(f"{name}.jsonl").write_text(lines)
     assert kept(here / "out") == before
     Path("out/tiny-none/seed-0").mkdir(parents=True)
     Path("out/tiny-none/seed-0/notes.txt").write_text("mine")

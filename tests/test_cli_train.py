@@ -21,6 +21,7 @@ from tiny_lm import copy_rows, tiny_lm, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm import recipe
+from sdmlm.artifacts import read_facts, write_facts
 from sdmlm.cli import main
 from sdmlm.commands import calibrate, dry_run, plan
 from sdmlm.config import SDMConfig
@@ -483,6 +484,7 @@ def test_rows_that_were_trained_on_do_not_calibrate(
         ("--gradient-accumulation-steps", "0", "gradient_accumulation_steps is 0"),
         ("--learning-rate", "-1", "learning_rate is -1.0 but must be above 0"),
         ("--num-train-epochs", "-1", "num_train_epochs is -1.0 but must be at least 0"),
+        ("--num-generations", "3", "num_generations is 3"),
         ("--epochs", "2", "there is no setting --epochs (nearest: --num-train-epochs)"),
         ("--lr", "1", "there is no setting --lr (nearest: --learning-rate)"),
     ],
@@ -524,6 +526,23 @@ def test_the_reward_decides_what_is_a_negative(here: Path, capsys: pytest.Captur
     assert {text.partition("=")[2].partition("\n")[0] for text in texts} <= negatives
 
 
+def test_calibrate_again_takes_over_the_reward_and_the_room_for_answers(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "kind.py").write_text("def right(prompts, completions, **columns):\n    return [1] * len(completions)\n")
+    command = ["calibrate", "model", "--data", "rows.jsonl", *LAYER]
+    assert main([*command, "--output", "first", "--reward", "kind:right", "--max-new-tokens", "5"]) == 0
+    assert main(["calibrate", "first", "--data", "rows.jsonl", "--output", "again"]) == 0
+    before, after = (read_facts(Path(name, "sdm", "lm.json")) for name in ("first", "again"))
+    assert (
+        (after["reward"], after["max_new_tokens"]) == (before["reward"], before["max_new_tokens"]) == ("kind:right", 5)
+    )
+    assert before["estimator_sha256"] == after["estimator_sha256"]
+    write_facts(Path("again/sdm/lm.json"), {**after, "reward": None})
+    message = fails(capsys, "calibrate", "again", "--data", "rows.jsonl", "--force")
+    assert "fitted with a reward that has no name: give it with --reward" in message
+
+
 # Bad input
 
 
@@ -544,6 +563,9 @@ def test_the_reward_decides_what_is_a_negative(here: Path, capsys: pytest.Captur
         ([*ROWS, "--output", "o", "stray"], "'stray' belongs to no option"),
         ([*ROWS, "--output", "o", "--loss", "mse"], "loss is 'mse'"),
         ([*ROWS, "--output", "o", "--lora-r", "0"], "lora_r is 0"),
+        ([*ROWS, "--output", "o", "--lora-alpha", "8"], "lora_alpha is given without lora_r"),
+        ([*ROWS, "--output", "o", "--reward", ".r:f"], "Reward '.r:f': importing '.r' fails"),
+        ([*ROWS, "--output", "o", "--report-to", "no_such_logger"], "no_such_logger"),
         ([*ROWS, "--output", "o", "--reward", "nowhere"], "not of the form 'module:function'"),
         ([*ROWS, "--output", "o", "--max-length", "9999"], "only 64 positions"),
         ([*ROWS, "--output", "o", "--recipe", "nope.yaml"], "nope.yaml: No such file"),
@@ -575,6 +597,14 @@ def test_model_folders_that_lack_something(here: Path, capsys: pytest.CaptureFix
     assert "broken holds no weights" in said("*.safetensors")
     assert "broken holds no config.json" in said("config.json")
     assert "The model of broken could not be loaded" in said(damage=True)
+    config = json.loads(Path("model/config.json").read_text())
+    for change, message in (
+        ({"hidden_size": "x"}, "could not be loaded: Validation error"),
+        ({"vocab_size": config["vocab_size"] + 1}, "could not be loaded"),
+    ):
+        shutil.copytree("model", "other", dirs_exist_ok=True)
+        Path("other/config.json").write_text(json.dumps({**config, **change}))
+        assert message in fails(capsys, "train", "--data", "rows.jsonl", "--model", "other", "--output", "o", *SMALL)
     assert "is a file" in fails(capsys, "calibrate", "rows.jsonl", "--data", "rows.jsonl", "--output", "o")
     assert "give --output" in fails(capsys, "calibrate", "org/name", "--data", "rows.jsonl")
 

@@ -93,6 +93,8 @@ def test_bad_json_and_parquet_files(tmp_path: Path) -> None:
     assert "one list of objects" in refused(tmp_path / "a.json")
     (tmp_path / "b.json").write_text('[\n{"prompt": }]')
     assert "line 2: not JSON" in refused(tmp_path / "b.json")
+    (tmp_path / "b.json").write_text("[" * 200_000)
+    assert "nested too deeply" in refused(tmp_path / "b.json")
     (tmp_path / "c.parquet").write_text("no")
     assert "not a readable .parquet file" in refused(tmp_path / "c.parquet")
     (tmp_path / "d.txt").write_text("no")

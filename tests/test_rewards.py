@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from sdmlm.encoding import VerificationTags
-from sdmlm.rewards import apply_reward, exact_match, load_reward
+from sdmlm.rewards import apply_reward, exact_match, load_reward, reward_name
+from sdmlm.tasks import arithmetic, word_ordering
 
 ROWS = [
     {"prompt": "a?", "chosen": "a\n<verified>Yes</verified>", "rejected": "b", "topic": "x"},
@@ -101,6 +103,14 @@ def test_wrong_answers_are_refused(answers: object, message: str) -> None:
 
     with pytest.raises(ValueError, match=message):
         apply_reward(bad, ROWS, ["e", "f"])  # type: ignore[arg-type]
+
+
+def test_names_of_rewards() -> None:
+    assert reward_name(exact_match) == "sdmlm.rewards:exact_match"
+    assert reward_name(word_ordering.reward) == "sdmlm.rewards:exact_match"
+    assert reward_name(arithmetic.reward) == "sdmlm.tasks.arithmetic:reward"
+    assert reward_name(lambda prompts, completions, **columns: []) is None
+    assert reward_name(functools.partial(exact_match)) is None
 
 
 def test_load_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,10 +168,18 @@ def test_arithmetic_splits() -> None:
         "test": 10,
         "shifted": 5,
     }
-    pairs = [(row["a"], row["b"]) for rows in found.values() for row in rows]
+    pairs = [tuple(sorted((row["a"], row["b"]))) for rows in found.values() for row in rows]
     assert len(set(pairs)) == len(pairs)
     assert min(len(str(row["a"])) for row in found["shifted"]) > max(len(str(row["a"])) for row in found["train"])
     assert found == arithmetic.make_splits(30, 20, 10, 5)
+
+
+def test_arithmetic_splits_are_alike() -> None:
+    """There are 45 pairs of single digits: those that are drawn do not all go to the first split."""
+    found = arithmetic.make_splits(2000, 2000, 2000, 0)
+    small = [sum(row["a"] < 100 and row["b"] < 100 for row in rows) / 2000 for rows in found.values()]
+    assert max(small) - min(small) < 0.04  # about 3.5 standard deviations of a difference
+    assert min(sum(row["a"] < 10 and row["b"] < 10 for row in rows) for rows in found.values()) > 0
 
 
 # sdmlm data

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import TrainerState
 
 from sdmlm import trainer as trainer_module
+from sdmlm.config import METRICS
 from sdmlm.encoding import IGNORED, Encoder, collate
 from sdmlm.estimator import SDMEstimator
 from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once, layer_metrics, read_final_layer_facts
@@ -496,6 +498,31 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path, monkeypatch: pyt
     assert not torch.equal(kept[1], kept[3])
 
 
+def test_a_run_that_was_moved_still_ends_with_its_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after its last checkpoint, its folder renamed, and resumed: nothing is trained any more, the best is loaded."""
+    trainer = make(tmp_path / "old")
+    losses = iter([3.0, 1.0, 2.0, 4.0])
+    monkeypatch.setattr(trainer, "_loss_of", lambda *_: torch.tensor([next(losses), 1.0]))
+    trainer.train()
+    best = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    (tmp_path / "old").rename(tmp_path / "new")
+    again = make(tmp_path / "new")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(tmp_path / "new" / "checkpoint-2")
+    assert all(torch.equal(t, best[name]) for name, t in again.model.state_dict().items())
+    shutil.rmtree(tmp_path / "new" / "checkpoint-2")
+    with pytest.raises(ValueError, match="checkpoint-2, the best checkpoint of this run so far, is missing"):
+        make(tmp_path / "new").train(resume_from_checkpoint=True)
+
+
+def test_evaluation_waits_as_long_as_it_is_told_to(tmp_path: Path) -> None:
+    trainer = make(tmp_path, eval_delay=1, num_train_epochs=2)
+    trainer.train()
+    assert min(log["epoch"] for log in trainer.state.log_history if "eval_loss" in log) >= 1
+
+
 def test_other_strategies_are_left_to_the_trainer(tmp_path: Path) -> None:
     trainer = make(tmp_path, rows=64, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
     trainer.train()
@@ -612,6 +639,26 @@ def test_lora(tmp_path: Path) -> None:
     assert facts["fingerprint"] == fingerprint(again.get_base_model().state_dict())
 
 
+def test_adapters_begin_as_the_seed_says(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    def first(seed: int, noise: int) -> Tensor:
+        torch.manual_seed(noise)
+        lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = make(tmp_path, peft_config=lora, seed=seed).model
+        return next(p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name)
+
+    assert torch.equal(first(0, 1), first(0, 2))
+    assert not torch.equal(first(0, 1), first(7, 1))
+
+
+def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+    tiny_lm().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    trainer = SDMTrainer(tmp_path / "base", tiny_config(tmp_path / "run"), copy_rows(32, 0), copy_rows(24, 1))
+    assert torch.equal(trainer.model.lm_head.weight, tiny_lm().lm_head.weight)
+
+
 @pytest.mark.parametrize("mark", ["is_loaded_in_4bit", "is_loaded_in_8bit", None])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_quantised_model_is_prepared_for_its_adapter(
@@ -705,7 +752,7 @@ def test_a_save_of_the_final_layer_that_was_cut_off_is_told(tmp_path: Path, monk
     trainer.args.sdm_epochs += 1
     trainer.fit_final_layer()
     with monkeypatch.context() as patch:
-        patch.setattr("sdmlm.final_layer.write_text_atomically", full_disk)
+        patch.setattr("sdmlm.final_layer.write_facts", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.save_model(str(tmp_path / "saved"))
     with pytest.raises(ValueError, match=r"lm\.json belongs to another SDM layer.*sdmlm calibrate --force"):
@@ -770,9 +817,44 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         ({"loss": "ce", "sdm_batch_size": 0}, "^sdm_batch_size is 0"),
         ({"loss": "ce", "sdm_rounds": 1.5}, "^sdm_rounds is 1.5"),
         ({"loss": "ce", "sdm_learning_rate": math.nan}, "^sdm_learning_rate is nan"),
+        ({"label_smoothing_factor": 0.3}, "label_smoothing_factor is 0.3 but SDM fine-tuning knows only 0.0"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy is 'group_by_length'"),
+        ({"num_generations": 3}, "num_generations is 3, which needs a temperature"),
+        ({"num_generations": 0}, "num_generations must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens and"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        (
+            {"metric_for_best_model": "accuracy"},
+            "metric_for_best_model is 'accuracy' but an evaluation with loss 'sdm' has loss, sdm_loss",
+        ),
+        ({"loss": "ce", "metric_for_best_model": "admitted"}, "with loss 'ce' has loss\\."),
     ):
         with pytest.raises(ValueError, match=match):
             tiny_config(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [
+        ("loss", False),
+        ("eval_loss", False),
+        ("sdm_loss_1", False),
+        ("q_min", False),
+        ("admitted", True),
+        ("eval_mean_q_1", True),
+    ],
+)
+def test_the_best_checkpoint_is_the_best_by_its_metric(tmp_path: Path, metric: str, greater: bool) -> None:
+    assert tiny_config(tmp_path, metric_for_best_model=metric).greater_is_better is greater
+    assert (
+        tiny_config(tmp_path, metric_for_best_model=metric, greater_is_better=not greater).greater_is_better
+        is not greater
+    )
+
+
+def test_metrics_are_those_of_an_evaluation(tmp_path: Path) -> None:
+    found = make(tmp_path).evaluate()
+    assert {f"eval_{name}" for name in METRICS} <= set(found)
 
 
 def test_long_prompts_are_cut_only_when_asked(tmp_path: Path) -> None:
@@ -808,6 +890,14 @@ def test_a_bad_reward_is_named(tmp_path: Path, reward: Any, match: str) -> None:
     trainer = make(tmp_path, reward_funcs=reward)
     with pytest.raises(ValueError, match=match):
         trainer.fit_final_layer()
+
+
+def test_a_reward_that_takes_no_columns_is_refused_at_once(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        r"Reward <lambda> cannot be called .*unexpected keyword.*\*\*columns",
+        reward_funcs=lambda prompts, completions: [],
+    )
 
 
 def test_evaluation_and_resuming_refuse_what_they_cannot_do(tmp_path: Path) -> None:

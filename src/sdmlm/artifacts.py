@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def write_text_atomically(path: str | Path, text: str) -> None:
     """Replace a text file in one step; an OSError (a full disk, say) leaves the old one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary(path.with_name(path.name + ".tmp")) as partial:
+    with _temporary(path) as partial:
         partial.write_text(text, encoding="utf-8")
         _flush(partial)
         os.replace(partial, path)
@@ -167,6 +168,8 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
+    """A name beside it that no other process or thread writes to."""
+    path = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.tmp")
     try:
         yield path
     finally:

@@ -24,6 +24,12 @@ LAYER_FIELDS = {
 }
 
 
+METRICS = (  # of an evaluation; with loss="ce" only the first
+    *("loss", "sdm_loss", "sdm_loss_0", "sdm_loss_1", "sdm_accuracy_0", "sdm_accuracy_1", "mean_q_0", "mean_q_1"),
+    *("q_min", "psi_0", "psi_1", "admitted"),
+)
+
+
 @dataclass
 class SDMConfig(TrainingArguments):  # type: ignore[misc]
     """Options of `SDMTrainer`; everything of `TrainingArguments` is there too."""
@@ -43,7 +49,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept, the best always."})
     load_best_model_at_end: bool = field(default=True, metadata={"help": "End with the checkpoint of the lowest loss."})
     metric_for_best_model: str | None = field(default="loss", metadata={"help": "The next-token loss over D_ca."})
-    greater_is_better: bool | None = field(default=False, metadata={"help": "Lower is better."})
+    greater_is_better: bool | None = field(default=None, metadata={"help": "Default: not for losses and q_min."})
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "Extra columns go to the reward."})
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
 
@@ -86,9 +92,10 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
             self.bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not self.fp16
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # torch would warn at every epoch that there is nothing to pin for
-        super().__post_init__()
         if self.loss not in ("sdm", "ce"):
             raise ValueError(f'loss is {self.loss!r} but must be "sdm" or "ce".')
+        self._check_best()
+        super().__post_init__()
         self._check_numbers()
         self._check_estimator()
         for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
@@ -98,8 +105,28 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()
 
+    def _check_best(self) -> None:
+        """The metric that picks the checkpoint: one that evaluations have, and whether more of it is better."""
+        name = (self.metric_for_best_model or "loss").removeprefix("eval_")
+        known = METRICS if self.loss == "sdm" else METRICS[:1]
+        if name not in known:
+            raise ValueError(
+                f"metric_for_best_model is {name!r} but an evaluation with loss {self.loss!r} has {', '.join(known)}."
+            )
+        if self.greater_is_better is None:
+            self.greater_is_better = "loss" not in name and name != "q_min"
+
     def _check_numbers(self) -> None:
         """What `TrainingArguments` lets through, and would fail or do nothing with later."""
+        for name, neutral in (("label_smoothing_factor", 0.0), ("train_sampling_strategy", "random")):
+            if getattr(self, name) != neutral:
+                raise ValueError(f"{name} is {getattr(self, name)!r} but SDM fine-tuning knows only {neutral!r}.")
+        if self.num_generations < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
+            raise ValueError("max_new_tokens and num_generations must be at least 1.")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature} but must be at least 0 (0 is greedy).")
+        if self.num_generations > 1 and self.temperature == 0:
+            raise ValueError(f"num_generations is {self.num_generations}, which needs a temperature above 0.")
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be at least 1.")

@@ -155,9 +155,17 @@ class Encoder:
         eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if not self.tokenizer.chat_template:
             return "", eos
+        from jinja2 import TemplateError
+
         question, mark = {"role": "user", "content": "a"}, "SDMLM-BODY"
-        begun = self._render([question], True)
-        before, found, after = self._render([question, {"role": "assistant", "content": mark}], False).rpartition(mark)
+        try:
+            begun = self._render([question], True)
+            whole = self._render([question, {"role": "assistant", "content": mark}], False)
+        except TemplateError as error:
+            raise ValueError(
+                f"The tokenizer's chat template refuses a question of the user with its answer ({error}): change it."
+            ) from error
+        before, found, after = whole.rpartition(mark)
         lead, ids = before.removeprefix(begun), self.continuation(after.rstrip() if found else "")
         return lead if lead.isspace() else "", ids if self._atomic.intersection(ids) else ids + eos
 

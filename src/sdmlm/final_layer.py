@@ -28,7 +28,7 @@ from sdmlm.encoding import Encoder, check_rows, completion_text
 from sdmlm.estimator import SDMEstimator
 from sdmlm.forward import allow_inside, generate_negatives, inner_lm, read_documents
 from sdmlm.negatives import HardNegatives, NegativePolicy
-from sdmlm.rewards import Reward, load_reward
+from sdmlm.rewards import Reward, check_reward, load_reward, reward_name
 
 SDM_FOLDER = "sdm"
 LM_FILE = "lm.json"
@@ -124,12 +124,14 @@ def fit_final_layer(
     r = 0, otherwise the static negative.
     """
     check_rows(rows, encoder.tags)
+    r = load_reward(reward)
+    check_reward(r, rows)
     allow_inside(model)
     accelerator = accelerator or Accelerator(cpu=args.device.type == "cpu")
     policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)
     check_halves([policy.draw(i, epoch=0).positive for i in range(len(rows))], "calibration")
     room = args.max_new_tokens or completion_room(encoder, rows)
-    store = HardNegatives(policy, load_reward(reward), room, tokens_per_batch=args.tokens_per_batch)
+    store = HardNegatives(policy, r, room, tokens_per_batch=args.tokens_per_batch)
     generated = generate_negatives(accelerator, store, model, encoder, rows, epoch=0, step=0, progress=progress)
     if not any(body is not None for body in generated):
         warnings.warn(
@@ -186,6 +188,7 @@ def save_final_layer(
     weights: Mapping[str, Tensor],
     encoder: Encoder,
     args: SDMConfig,
+    reward: Reward,
     fine_tuned: bool = True,
     data: Mapping[str, Any] | None = None,
 ) -> None:
@@ -204,6 +207,7 @@ def save_final_layer(
         "max_length": encoder.max_length,
         "truncate_prompt": encoder.truncate_prompt,
         "max_new_tokens": args.max_new_tokens,
+        "reward": reward_name(reward),
         # As the final layer's documents were read: h must be read likewise when it is asked.
         "autocast": ("bfloat16" if args.bf16 else "float16" if args.fp16 else None) if fine_tuned else None,
         "training": training,

@@ -97,6 +97,8 @@ def _read_json(source: str, content: bytes) -> list[Row]:
         rows = json.loads(_text(source, content) or "[]")
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}, line {error.lineno}: not JSON ({error.msg}).") from error
+    except RecursionError as error:
+        raise ValueError(f"{source}: not JSON (nested too deeply).") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{source} must hold one list of objects with prompt, chosen and rejected.")
     for number, row in enumerate(rows):

@@ -8,6 +8,7 @@ and every other column of the data set, `chosen` and `rejected` among them, as l
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,11 +52,42 @@ def load_reward(reward: str | Reward | None) -> Reward:
         function: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"Reward {reward!r}: there is no module {error.name!r} to import.") from error
+    except Exception as error:  # whatever that module does
+        raise ValueError(
+            f"Reward {reward!r}: importing {module_name!r} fails ({type(error).__name__}: {error})."
+        ) from error
     for name in function_name.split("."):
         function = getattr(function, name, None)
     if not callable(function):
         raise ValueError(f"Reward {reward!r}: module {module_name!r} has no function {function_name!r}.")
     return function  # type: ignore[no-any-return]
+
+
+def reward_name(reward: Reward) -> str | None:
+    """`module:function` of a reward, None for one that cannot be found by a name."""
+    name = f"{getattr(reward, '__module__', '')}:{getattr(reward, '__qualname__', '')}"
+    try:
+        return name if not name.startswith("__main__") and load_reward(name) is reward else None
+    except ValueError:
+        return None
+
+
+def check_reward(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a reward that cannot be called with the columns of these rows: otherwise that would show after an epoch."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    names = dict.fromkeys(["chosen", "rejected", *(name for row in rows for name in row)])
+    columns: dict[str, list[Any]] = {name: [] for name in names if name not in _ARGUMENTS}
+    try:
+        signature.bind(prompts=[], completions=[], **columns)
+    except TypeError as error:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        raise ValueError(
+            f"Reward {name} cannot be called with the columns of the rows ({error}): it must take prompts, completions and "
+            "**columns."
+        ) from error
 
 
 def apply_reward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,12 +66,23 @@ class Schedule(TrainerCallback):  # type: ignore[misc]
         gathered: int = args.gradient_accumulation_steps
         return max(1, -(-batches // gathered))
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A resumed run knows its best checkpoint by the name that its folder had then: it may have been moved since."""
+        if state.best_global_step is None:
+            return
+        best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"
+        if args.load_best_model_at_end and not best.is_dir():
+            raise ValueError(f"{best}, the best checkpoint of this run so far, is missing: restore it, or train anew.")
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.begin_epoch(state.global_step // self._steps(args))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         steps = self._steps(args)
-        if str(args.eval_strategy.value) == "epoch" and steps > 1 and state.global_step % steps == steps // 2:
+        middle = str(args.eval_strategy.value) == "epoch" and steps > 1 and state.global_step % steps == steps // 2
+        if middle and args.eval_delay <= state.epoch:
             control.should_evaluate = True
             control.should_save = control.should_save or str(args.save_strategy.value) == "epoch"
         return control

@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
@@ -59,7 +59,7 @@ from sdmlm.forward import (
 from sdmlm.loss import LogitTransform, output_head, sdm_loss_from_hidden, sdm_next_token_loss
 from sdmlm.negatives import HardNegatives, NegativePolicy
 from sdmlm.phases import PhaseProgress
-from sdmlm.rewards import Reward, load_reward
+from sdmlm.rewards import Reward, check_reward, load_reward
 from sdmlm.schedule import EpochOrder, RowNumbers, Schedule, row_numbers
 from sdmlm.summary import summarize
 
@@ -99,7 +99,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
                 f"One process sees {args.n_gpu} GPUs: start one process for each with `accelerate launch`, or show it "
                 "one with CUDA_VISIBLE_DEVICES."
             )
-        if isinstance(model, str):
+        if isinstance(model, (str, Path)):
             processing_class = processing_class or AutoTokenizer.from_pretrained(model)
             model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         if processing_class is None:
@@ -113,6 +113,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             if _is_quantised(model):
                 options = args.gradient_checkpointing_kwargs or {"use_reentrant": False}  # as Transformers has it
                 model = prepare_model_for_kbit_training(model, args.gradient_checkpointing, options)
+            set_seed(args.seed)  # the adapter's first weights are random, and drawn before Trainer sets it
             model = get_peft_model(model, peft_config)
         if isinstance(reward_funcs, (list, tuple)):
             if len(reward_funcs) != 1:
@@ -123,6 +124,8 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         tags = args.tags()
         self.rows = _checked(train_dataset, "train", tags)
         self.calibration_rows = _checked(eval_dataset, "calibration", tags)
+        for rows in (self.rows, self.calibration_rows):
+            check_reward(self.reward, rows)
         self.encoder = Encoder(processing_class, tags, position_limit(model, args.max_length), args.truncate_prompt)
         self._encoded = _encode_static(self.encoder, self.rows, "train")
         self._encoded_ca = _encode_static(self.encoder, self.calibration_rows, "calibration")
@@ -446,7 +449,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
         if self.args.should_save:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; sdm/ holds the settings as JSON
             if self.estimator is not None:
-                save_final_layer(folder / SDM_FOLDER, self.estimator, weights, self.encoder, self.args)
+                save_final_layer(folder / SDM_FOLDER, self.estimator, weights, self.encoder, self.args, self.reward)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="SDM language model")
 

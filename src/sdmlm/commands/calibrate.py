@@ -73,11 +73,17 @@ def _calibrate(args: argparse.Namespace) -> None:
     from sdmlm.rewards import load_reward
 
     given = recipe.typed({k: v for k, v in vars(args).items() if k in (*FIELDS, "seed")}, recipe.field_types())
-    config = SDMConfig(**{"output_dir": None, "report_to": "none", **_as_before(args.model), **given})
+    before = _as_before(args.model)
+    named = before.pop("reward", "sdmlm.rewards:exact_match")
+    config = SDMConfig(**{"output_dir": None, "report_to": "none", **before, **given})
     target = _target(args)
     data = read_preferences(args.data, config.tags())
     rows = held_out(data.rows, data.sha256, args.model)
-    reward = load_reward(args.reward)
+    if args.reward is None and named is None:
+        raise ValueError(
+            f"The SDM layer of {args.model} was fitted with a reward that has no name: give it with --reward."
+        )
+    reward = load_reward(args.reward or named)
     tokenizer = load_tokenizer(args.model)
     if len(rows) < len(data) and is_main():
         common.warn(f"{data.source} was split for training: only the {len(rows)} rows are used that were held out.")
@@ -92,13 +98,13 @@ def _calibrate(args: argparse.Namespace) -> None:
     weights = inner_lm(model).state_dict()
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if args.output is None:
-        save_final_layer(target / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
+        save_final_layer(target / SDM_FOLDER, estimator, weights, encoder, config, reward, False, source)
     else:
         with whole_folder(target) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             copy_record(args.model, partial)
-            save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config, fine_tuned=False, data=source)
+            save_final_layer(partial / SDM_FOLDER, estimator, weights, encoder, config, reward, False, source)
     facts = {"output": str(target), "model": args.model, "data": source, **layer_facts(estimator, config)}
     if args.json:
         common.print_json(facts)
@@ -121,8 +127,9 @@ def _as_before(model: str) -> dict[str, Any]:
     sdm, before = Path(model) / "sdm", {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((sdm / "lm.json").read_text(encoding="utf-8"))
-        names = ("max_length", "truncate_prompt")
+        names = ("max_length", "truncate_prompt", "max_new_tokens")
         before = {"verification_tags": facts["tags"], **{name: facts[name] for name in names}}
+        before |= {"reward": facts["reward"]} if "reward" in facts else {}
         if facts["training"] is not None:
             before |= {name: facts["training"][name] for name in ("gamma_plus", "seed")}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -230,12 +237,10 @@ def model_path(model: str) -> str:
 
 def loaded(kind: Any, model: str, what: str, **options: Any) -> Any:
     """What `kind.from_pretrained` gives for a model; trouble is told in a sentence."""
-    from safetensors import SafetensorError
-
     try:
         return kind.from_pretrained(model_path(model), **options)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+    except Exception as error:  # damaged files and missing packages end in errors of any kind
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
         raise ValueError(f"The {what} of {model} could not be loaded: {reason}.") from error
 
 
@@ -304,5 +309,5 @@ def show_next(out: Any, folder: str, facts: dict[str, Any]) -> None:
     if not facts["calibration"]["accepted"]:
         common.warn(
             f"{common.nothing_accepted(facts)} or another --sdm-learning-rate (small models need more) with sdmlm calibrate "
-            f"{folder} --force, more rows, or longer training."
+            f"{folder} --data ROWS --force, more rows, or longer training."
         )

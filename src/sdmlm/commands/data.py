@@ -113,8 +113,12 @@ def read_sentences(source: str) -> list[str]:
     if path.exists() or source.startswith((".", "/", "~")) or path.suffix == ".txt":
         raise ValueError(f"{source} is no file: give a text file with one sentence a line, or a data set of the Hub.")
     name, _, split = source.partition(":")
-    import datasets
-
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{source} is no file here; to look on the Hub, install the extra lm: pip install 'sdmlm[lm]'."
+        ) from error
     try:
         rows = datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -69,6 +69,8 @@ def read_settings(args: argparse.Namespace, record: dict[str, Any] | None) -> tu
             raise ValueError(f"--{name} is missing: give it, or a recipe that has it.")
     if settings.get("lora_r") is not None and settings["lora_r"] < 1:
         raise ValueError(f"lora_r is {settings['lora_r']} but must be at least 1.")
+    if settings.get("lora_alpha") is not None and settings.get("lora_r") is None:
+        raise ValueError("lora_alpha is given without lora_r, the rank of the adapters: give both, or neither.")
     if settings.get("lora_alpha") is not None and not settings["lora_alpha"] > 0:
         raise ValueError(f"lora_alpha is {settings['lora_alpha']} but must be above 0.")
     fields = {name: value for name, value in settings.items() if name not in OPTIONS}
@@ -124,15 +126,17 @@ def make_plan(settings: dict[str, Any], config: SDMConfig, record: dict[str, Any
     from sdmlm.encoding import Encoder
     from sdmlm.final_layer import position_limit
     from sdmlm.preference_files import read_preferences
-    from sdmlm.rewards import load_reward
+    from sdmlm.rewards import check_reward, load_reward
 
-    load_reward(settings.get("reward"))
+    reward = load_reward(settings.get("reward"))
     sources = [read_preferences(settings["data"], config.tags())]
     if settings.get("calibration") is not None:
         sources.append(read_preferences(settings["calibration"], config.tags()))
         train, held = (source.rows for source in sources)
     else:
         train, held = halves(sources[0].rows, config.seed)
+    for rows in (train, held):
+        check_reward(reward, rows)
     data = {
         name: {"source": source.source, "sha256": source.sha256, "rows": len(source), "used": len(rows)}
         for name, source, rows in (("train", sources[0], train), ("calibration", sources[-1], held))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sdmlm import recipe
 from sdmlm.commands import calibrate, common, train
 from sdmlm.commands.plan import OPTIONS, Plan, is_free, make_plan, read_settings, record_to_resume
+from sdmlm.record import read_record
 
 if TYPE_CHECKING:
     from sdmlm.preference_files import PreferenceRows
@@ -93,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
         jobs = _jobs(args)
         _check(jobs)
         _check_alphas(jobs, args.output)
+        _check_tests(jobs, args.output)
         if args.dry_run:
             _show_plan(args, jobs)
             return
@@ -199,6 +201,7 @@ def _check(jobs: list[Job]) -> None:
         load_reward(job.settings.get("reward"))
         if record is not None:
             _check_same(job, record)
+        _check_others(job)
         if record is not None and record["status"] == "finished":
             for test in _left(job):
                 check_reference(task, (rows := _rows(job, test)).rows, rows.source)
@@ -237,21 +240,48 @@ def _check_same(job: Job, record: dict[str, Any]) -> None:
             f"{job.folder} holds a run of another recipe: {name} was {old!r} and is {new!r} in {job.recipe}. Give "
             "another --output."
         )
+    _check_trained(job, record, job.folder)
+
+
+def _check_others(job: Job) -> None:
+    """Refuse to put a run beside others of its setting that differ in more than the seed."""
+    for folder in sorted(job.folder.parent.glob("seed-*")):
+        if (record := read_record(folder)) is None:
+            continue
+        name = _difference({**record["settings"], "seed": job.seed}, job.settings)
+        if name is not None:
+            raise ValueError(
+                f"{folder} is a run of another recipe ({name} differs from {job.recipe}): runs of one setting may differ in "
+                "the seed alone. Give another --output."
+            )
+        _check_trained(job, record, folder)
+
+
+def _check_tests(jobs: Sequence[Job], output: str) -> None:
+    """Refuse test sets other than those that runs of the same family have been put to already."""
+    from sdmlm.replication import EVALUATIONS, read_evaluation
+
+    sources = {(job.family, test): source for job in jobs for test, source in job.settings["tests"].items()}
+    for folder in sorted(Path(output).glob("*/seed-*")):
+        for path in sorted((folder / EVALUATIONS).glob("*.json")):
+            facts = read_evaluation(path)[1]
+            if (source := sources.get((str(facts.get("family")), path.stem))) is not None:
+                _check_rows(folder, source, str(facts.get("rows_sha256")))
+
+
+def _check_trained(job: Job, record: dict[str, Any], folder: Path) -> None:
     data = job.settings["data"]
     for source, facts in (
         (data, record["data"]["train"]),
         (job.settings.get("calibration") or data, record["data"]["calibration"]),
     ):
-        _check_rows(job, source, facts["sha256"])
-    for test, source in job.settings["tests"].items():
-        if (stored := _stored(job, test)) is not None:
-            _check_rows(job, source, stored["rows_sha256"])
+        _check_rows(folder, source, facts["sha256"])
 
 
-def _check_rows(job: Job, source: str, sha256: str) -> None:
+def _check_rows(folder: Path, source: str, sha256: str) -> None:
     path = Path(source)
     if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise ValueError(f"{job.folder} was made with other rows than {source} holds now. Give another --output.")
+        raise ValueError(f"{folder} was made with other rows than {source} holds now. Give another --output.")
 
 
 def _stored(job: Job, test: str) -> dict[str, Any] | None:

@@ -79,15 +79,15 @@ def train(plan: Plan, resume: bool) -> dict[str, Any]:
     for source in plan.sources:
         calibrate.check_lengths(plan.encoder, source.rows, source.source)
     plan.skeleton = None
-    trainer = SDMTrainer(
-        calibrate.load_model(settings["model"], torch.float32),
-        config,
-        plan.train,
-        plan.calibration,
-        plan.tokenizer,
-        settings.get("reward"),
-        lora(settings),
-    )
+    model = calibrate.load_model(settings["model"], torch.float32)
+    try:
+        trainer = SDMTrainer(
+            model, config, plan.train, plan.calibration, plan.tokenizer, settings.get("reward"), lora(settings)
+        )
+    except (RuntimeError, ImportError) as error:  # of transformers: a logger that is not installed, say
+        raise ValueError(
+            f"Training cannot begin: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from error
     announce(plan)
     trainer.accelerator.wait_for_everyone()  # all have looked at the folder: from here on it is ours
     if calibrate.is_main() and not plan.resumed:

@@ -101,7 +101,10 @@ def _possible(a: int, b: int, slip: tuple[int, int]) -> bool:
 def make_splits(
     train: int = 5000, calibration: int = 5000, test: int = 2000, shifted: int = 2000, seed: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rows by split, no pair of numbers in two of them; `shifted` has numbers of more digits."""
+    """Rows by split, no pair of numbers twice, in either order; `shifted` has numbers of more digits.
+
+    There are few pairs of small numbers, and those drawn first would get them all: the other three are cut from one pool.
+    """
     for name, size in (("train", train), ("calibration", calibration), ("test", test), ("shifted", shifted)):
         if not 0 <= size <= 1_000_000:
             raise ValueError(f"{name} is {size} but must be between 0 and 1,000,000.")
@@ -111,11 +114,14 @@ def make_splits(
         rows: list[dict[str, Any]] = []
         while len(rows) < n:
             a, b = (rng.randrange(10 ** (k := rng.randint(*digits)) // 10, 10**k) for _ in range(2))
-            if (a, b) not in seen:
-                seen.add((a, b))
+            if (pair := (min(a, b), max(a, b))) not in seen:
+                seen.add(pair)
                 rows.append(make_row(a, b, seed))
         return rows
 
     parts = {"train": train, "calibration": calibration, "test": test}
-    rows = {name: draw(size, DIGITS) for name, size in parts.items()} | {"shifted": draw(shifted, SHIFTED_DIGITS)}
+    pool = draw(sum(parts.values()), DIGITS)
+    rng.shuffle(pool)
+    rows = {name: [pool.pop() for _ in range(size)] for name, size in parts.items()}
+    rows["shifted"] = draw(shifted, SHIFTED_DIGITS)
     return {name: part for name, part in rows.items() if part}
