@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -28,16 +28,15 @@ from rich.text import Text
 
 from sdmlm.artifacts import write_text_atomically
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
-from sdmlm.demo.one_thread import one_thread
 from sdmlm.demo.sentences import sentences
-from sdmlm.final_layer import SDM_FOLDER, layer_sha256
-from sdmlm.lm import SDMLanguageModel
 from sdmlm.record import read_record
 from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, write_evaluation
-from sdmlm.replication_tables import Tables, tables
-from sdmlm.report.replication import write_report
 from sdmlm.tasks import word_ordering
-from sdmlm.verification import Verification
+
+if TYPE_CHECKING:
+    from sdmlm.lm import SDMLanguageModel
+    from sdmlm.replication_tables import Tables
+    from sdmlm.verification import Verification
 
 MARK = "demo.json"  # says that a folder is ours
 SEED = 0
@@ -91,6 +90,11 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
         write_text_atomically(home / "data" / f"{name}.jsonl", "".join(lines))
     runs, examples = [], []
     for setting in _fine_tune(home, FAST_TRAINING if fast else TRAINING, out):
+        from sdmlm.demo.one_thread import (
+            one_thread,  # all that takes seconds to import: the trainings are at work meanwhile
+        )
+        from sdmlm.lm import SDMLanguageModel
+
         lm = SDMLanguageModel.from_pretrained(home / setting)
         with one_thread():
             evaluations = {name: _evaluate(lm, home, setting, name, splits[name]) for name in ("test", "shifted")}
@@ -100,6 +104,9 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
         assert record is not None  # it has just been written
         runs.append(Run("demo", setting, LABELS[setting], SEED, evaluations, record["log_history"]))
     runs.sort(key=lambda run: list(LABELS).index(run.setting))  # whichever was done first
+    from sdmlm.replication_tables import tables
+    from sdmlm.report.replication import write_report
+
     found = tables(runs)
     for table in found.rich():
         out.print(table)
@@ -128,7 +135,7 @@ def _ready(home: Path) -> Path:
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
     for name in LABELS:
-        sdm = home / name / SDM_FOLDER
+        sdm = home / name / "sdm"
         if (sdm / "feedback").exists() or (sdm / "search.json").exists():
             raise ValueError(f"{home / name} holds feedback or a calibrated search: give another folder with --output.")
     for name in ("data", *LABELS):
@@ -160,6 +167,8 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
     The one that is done first is put to its tests while the other is still learning.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Tensors of a step are as large as those of the last: memory that is kept need not be mapped and cleared again.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
     options = {**training, "logging_steps": 5}
     running: dict[str, subprocess.Popen[str]] = {}
     said: dict[str, list[str]] = {setting: [] for setting in LABELS}
@@ -214,6 +223,8 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
 def _evaluate(
     lm: SDMLanguageModel, home: Path, setting: str, name: str, rows: Sequence[Mapping[str, Any]]
 ) -> Evaluation:
+    from sdmlm.final_layer import SDM_FOLDER, layer_sha256
+
     found = evaluate(lm, word_ordering, rows, progress=False)  # one bar is there already
     facts = {
         **{"family": "demo", "setting": setting, "label": LABELS[setting], "seed": SEED, "test": name},

@@ -74,15 +74,18 @@ def _glance(runs: Sequence[Run], tables: Tables) -> str:
 def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str, ...]]) -> str:
     """A table of ours, with the paper's figures to the right where it has the setting (and the test set)."""
     layout, lines = LAYOUTS[name], tables.of(name)
+    wide = len(layout.columns) > 4  # no room for the spread over seeds, which the CSV has
     keys = [(line.dataset, line.setting) if line.dataset else (line.setting,) for line in lines]
     heads = [column.head for column in layout.columns]
     rows = []
     for line, key in zip(lines, keys, strict=True):
-        ours = [line.quantities[c.quantity].text(c.digits, c.none) for c in layout.columns]
+        ours = [line.quantities[c.quantity].text(c.digits, c.none, wide) for c in layout.columns]
         theirs = published.get(key, ("",) * len(heads)) if published else ()
         rows.append([*([line.dataset] if line.dataset else []), line.model, *ours, *theirs])
     names = (["dataset"] if any(line.dataset for line in lines) else []) + ["model"]
     seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
+    if wide:
+        seeds = " With several seeds: means; tables.csv has all." if any(len(line.seeds) > 1 for line in lines) else ""
     caption = f"{layout.title}, alpha = {tables.alpha:g}. {layout.caption}{seeds}"
     if not published:
         return page.table(caption, [*names, *heads], rows)
