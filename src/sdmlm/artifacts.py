@@ -146,10 +146,10 @@ def write_text_atomically(path: str | Path, text: str) -> None:
         os.replace(partial, path)
 
 
-def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
+def write_facts(path: Path, facts: Mapping[str, Any], indent: int | None = None) -> None:
     """A JSON object with a checksum of its own, replaced in one step."""
     plain = json.loads(json.dumps(facts))
-    write_text_atomically(path, json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n")
+    write_text_atomically(path, json.dumps({**plain, "sha256": _digest(plain)}, indent=indent) + "\n")
 
 
 def read_facts(path: Path) -> dict[str, Any]:

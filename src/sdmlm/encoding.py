@@ -117,7 +117,6 @@ class Encoder:
         self.stop_ids: set[int] = ({*self.closing_ids} & self._atomic) | ({tok.eos_token_id} - {None})
         self.pad_id: int = next((i for i in (tok.pad_token_id, tok.eos_token_id) if i is not None), 0)
         self._may_close: dict[int, bool] = {}
-        self._latest: tuple[str, list[int]] = "", []  # a prompt is asked for twice in turn, with either completion
 
     def _plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -172,14 +171,6 @@ class Encoder:
 
     def prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
         """The ids of a prompt, however long."""
-        text, ids = self._latest
-        if not isinstance(prompt, str) or prompt != text or not ids:
-            ids = self._prompt_ids(prompt, row)
-            if isinstance(prompt, str):
-                self._latest = prompt, ids
-        return list(ids)
-
-    def _prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
         if not self.tokenizer.chat_template:
             text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
             ids = self._plain(text)

@@ -231,7 +231,7 @@ def write_final_layer(folder: Path, estimator: SDMEstimator, facts: Mapping[str,
     """
     estimator.save_pretrained(folder)
     facts = {**facts, "estimator_sha256": layer_sha256(folder)}
-    write_facts(folder / LM_FILE, facts)
+    write_facts(folder / LM_FILE, facts, indent=2)
 
 
 def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:

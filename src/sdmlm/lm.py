@@ -364,7 +364,8 @@ class SDMLanguageModel:
             if prompt[-1]["role"] == "assistant":
                 raise ValueError(f"{name} ends with an assistant message: end with what is to be answered.")
         text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
-        if not (text if isinstance(prompt, str) else prompt[-1]["content"]).strip():
+        last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if not last.strip():
             raise ValueError(f"{name} is empty: write something to answer.")
         _check_spelling(text, name)
         encoder = self.encoder
@@ -500,8 +501,8 @@ class SDMLanguageModel:
             )
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = _loaded(AutoTokenizer, folder, "tokenizer", path)
-        model = _loaded(AutoModelForCausalLM, folder, "model", path, dtype=dtype or "auto").to(where)
+        tokenizer = loaded(AutoTokenizer, folder, "tokenizer", path)
+        model = loaded(AutoModelForCausalLM, folder, "model", path, dtype=dtype or "auto").to(where)
         if not allow_other_weights and fingerprint(inner_lm(model).state_dict()) != expected:
             raise ValueError(
                 f"The SDM layer in {sdm} was fitted over other weights than those of the model beside it: run sdmlm "
@@ -527,17 +528,17 @@ class SDMLanguageModel:
             if own:
                 self._use(known, save=False)
                 self.search_calibrations = joined(load_searches(home / SDM_FOLDER), self.search_calibrations)
-            self._save(home, home.name)
+            self._save(home, home.name, weights=not own)
             self.folder, self._stored_feedback = home, self._feedback
 
-    def _save(self, folder: Path, name: str) -> None:
-        """`name` is what the card calls the model."""
+    def _save(self, folder: Path, name: str, weights: bool = True) -> None:
+        """`name` is what the card calls the model; without `weights` those that are there stay."""
         from sdmlm.model_card import WRITTEN_BY, model_card
         from sdmlm.search_calibration import save_searches
 
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file: name a folder to save into.")
-        if self.folder is None or not folder.exists() or folder.resolve() != self.folder.resolve():
+        if weights:
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         sdm = folder / SDM_FOLDER
@@ -599,10 +600,11 @@ def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]
         raise ValueError(f"{path} is no folder here, and the Hub did not give it: {why}.") from error
 
 
-def _loaded(kind: Any, folder: Path, what: str, path: str | Path, **options: Any) -> Any:
+def loaded(kind: Any, folder: str | Path, what: str, path: str | Path, **options: Any) -> Any:
+    """What `kind.from_pretrained` gives for a folder, called `path`; trouble is told in a sentence."""
     try:
         return kind.from_pretrained(folder, **options)
-    except Exception as error:  # damaged files end in errors of any kind
+    except Exception as error:  # damaged files and missing packages end in errors of any kind
         why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
         raise ValueError(f"The {what} of {path} could not be loaded: {why}.") from error
 

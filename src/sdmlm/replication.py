@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sdmlm.artifacts import finite_or_none, none_as_infinity, write_text_atomically
 from sdmlm.record import RECORD, read_record
-from sdmlm.region import HighReliabilityRegion
+from sdmlm.region import HighReliabilityRegion, membership
 
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
@@ -62,14 +62,15 @@ class Evaluation:
     def __len__(self) -> int:
         return len(self.y)
 
-    def accepted_at(self, alpha: float) -> NDArray[np.bool_]:
-        """Which generations would have been accepted at another alpha of `regions`."""
-        q_min, *psi = next(region[1:] for region in self.regions if region[0] == alpha)
+    def accepted_by_alpha(self) -> NDArray[np.bool_]:
+        """Which generations would have been accepted at each alpha of `regions`, (N, number of regions)."""
         p = np.where(np.arange(2) == self.prediction[:, None], self.probability[:, None], 1 - self.probability[:, None])
-        inside: NDArray[np.bool_] = HighReliabilityRegion(alpha, q_min, tuple(psi)).contains(
-            self.q_prime, p, self.prediction
-        )
-        return inside
+        regions = [HighReliabilityRegion(alpha, q_min, tuple(psi)) for alpha, q_min, *psi in self.regions]
+        return membership(regions, self.q_prime, p, self.prediction)
+
+    def accepted_at(self, alpha: float) -> NDArray[np.bool_]:
+        """The same at one of them."""
+        return self.accepted_by_alpha()[:, [region[0] for region in self.regions].index(alpha)]
 
     def estimators(self) -> dict[str, NDArray[np.bool_]]:
         """Who admits what: everything, the high-reliability region, the same by the lower estimate."""

@@ -237,11 +237,9 @@ def model_path(model: str) -> str:
 
 def loaded(kind: Any, model: str, what: str, **options: Any) -> Any:
     """What `kind.from_pretrained` gives for a model; trouble is told in a sentence."""
-    try:
-        return kind.from_pretrained(model_path(model), **options)
-    except Exception as error:  # damaged files and missing packages end in errors of any kind
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
-        raise ValueError(f"The {what} of {model} could not be loaded: {reason}.") from error
+    from sdmlm import lm
+
+    return lm.loaded(kind, model_path(model), what, model, **options)
 
 
 def check_lengths(encoder: Any, rows: list[dict[str, Any]], source: str) -> None:

@@ -246,7 +246,7 @@ def _check_same(job: Job, record: dict[str, Any]) -> None:
 def _check_others(job: Job) -> None:
     """Refuse to put a run beside others of its setting that differ in more than the seed."""
     for folder in sorted(job.folder.parent.glob("seed-*")):
-        if (record := read_record(folder)) is None:
+        if folder == job.folder or (record := read_record(folder)) is None:
             continue
         name = _difference({**record["settings"], "seed": job.seed}, job.settings)
         if name is not None:

@@ -90,9 +90,8 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
         write_text_atomically(home / "data" / f"{name}.jsonl", "".join(lines))
     runs, examples = [], []
     for setting in _fine_tune(home, FAST_TRAINING if fast else TRAINING, out):
-        from sdmlm.demo.one_thread import (
-            one_thread,  # all that takes seconds to import: the trainings are at work meanwhile
-        )
+        # What takes seconds to import, only now: the trainings are at work meanwhile.
+        from sdmlm.demo.one_thread import one_thread
         from sdmlm.lm import SDMLanguageModel
 
         lm = SDMLanguageModel.from_pretrained(home / setting)

@@ -151,7 +151,7 @@ def alpha_curves(runs: Sequence[Run]) -> Figure:
             if (e := run.evaluations.get(test)) is None:
                 continue
             alphas = [region[0] for region in e.regions]
-            admitted = np.stack([e.accepted_at(alpha) for alpha in alphas])
+            admitted = e.accepted_by_alpha().T
             enough = admitted.sum(axis=1) >= _FEWEST
             accuracy = [
                 (e.y == e.prediction)[mask].mean() if ok else np.nan for mask, ok in zip(admitted, enough, strict=True)
