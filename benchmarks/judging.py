@@ -26,8 +26,9 @@ from training import BATCH, word_ordering
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm import SDMConfig, SDMLanguageModel
+from sdmlm.artifacts import SDM_FOLDER
 from sdmlm.encoding import Encoder
-from sdmlm.final_layer import SDM_FOLDER, fit_final_layer, save_final_layer
+from sdmlm.final_layer import fit_final_layer, save_final_layer
 from sdmlm.negatives import generate
 from sdmlm.summary import embed_sequences
 

@@ -3,25 +3,28 @@
     python benchmarks/search.py --model runs/demo/sdm_hn --calibration runs/demo/data/calibration.jsonl \
         --test runs/demo/data/test.jsonl --output docs/results/search-demo.json
 
-For each kind of search and budget the policy is calibrated as a whole over the calibration prompts, then run on the test
-prompts. Beside it stand plain generation (budget 0), the same search judged by the region of single answers ("not
-calibrated"), and best-of-n by the LM's probability: of n = 1 + budget answers the likeliest, judged by the region of single
-answers. "verified" is the share of prompts with an answer accepted as Yes, and how many of those are right.
+Each kind of search and budget is run on the test prompts, and calibrated as a whole over the calibration prompts; its final
+answers are judged by the region of that calibration, and by that of single answers ("not calibrated"). Beside it stand plain
+generation (budget 0) and best-of-n by the LM's probability: of n = 1 + budget answers the likeliest, judged by the region of
+single answers. "verified" is the share of prompts with an answer accepted as Yes, and how many of those are right.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
 from sdmlm.artifacts import write_text_atomically
+from sdmlm.region import HighReliabilityRegion, membership
 from sdmlm.replication import load_task
 from sdmlm.rewards import apply_reward
 from sdmlm.summary import batches_by_length
@@ -61,17 +64,26 @@ def log_probabilities(lm: SDMLanguageModel, prompts: Sequence[str], texts: Seque
     return out
 
 
-def best_of(lm: SDMLanguageModel, prompts: list[str], n: int, temperature: float) -> list[Verification]:
+def best_of(lm: SDMLanguageModel, prompts: list[str], n: int, temperature: float, alpha: float) -> list[Verification]:
     """Of a greedy answer and n - 1 sampled ones the likeliest for each prompt."""
-    candidates = [lm.generate(prompts, neighbors=0, progress=False)]
+    how: dict[str, Any] = {"alpha": alpha, "neighbors": 0, "progress": False}
+    candidates = [lm.generate(prompts, **how)]
     for seed in range(1, n):
-        candidates.append(lm.generate(prompts, temperature=temperature, seed=seed, neighbors=0, progress=False))
+        candidates.append(lm.generate(prompts, temperature=temperature, seed=seed, **how))
     scores = [log_probabilities(lm, prompts, [a.text for a in answers]) for answers in candidates]
     return [max(zip(at, some, strict=True), key=lambda pair: pair[0])[1] for at, some in _by_prompt(scores, candidates)]
 
 
 def _by_prompt(scores: list[list[float]], candidates: list[list[Verification]]) -> Any:
     return zip(zip(*scores, strict=True), zip(*candidates, strict=True), strict=True)
+
+
+def judged_by(region: HighReliabilityRegion, answers: Sequence[Verification]) -> list[Verification]:
+    """The same answers, accepted where the region holds them."""
+    yes = np.array([a.probability_of_yes for a in answers])
+    q_prime, predictions = np.array([a.q_prime for a in answers]), np.array([int(a.verdict == a.yes) for a in answers])
+    inside = membership([region], q_prime, np.stack([1 - yes, yes], axis=1), predictions)[:, 0]
+    return [dataclasses.replace(a, accepted=bool(here)) for a, here in zip(answers, inside, strict=True)]
 
 
 def read(path: str, limit: int | None) -> list[dict[str, Any]]:
@@ -86,13 +98,16 @@ def main() -> None:
     parser.add_argument("--task", default="word_ordering")
     parser.add_argument("--kinds", nargs="+", default=["resample", "reprompt", "continue"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--calibrate", nargs="+", type=int, help="budgets to calibrate a search for (default: all)")
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--alpha", type=float, help="another alpha than the model's")
     parser.add_argument("--limit", type=int, help="test prompts (default: all)")
     parser.add_argument("--output", required=True)
     args = parser.parse_args()
     lm, task = SDMLanguageModel.from_pretrained(args.model), load_task(args.task)
     rows, calibration = read(args.test, args.limit), read(args.calibration, None)
     prompts = [row["prompt"] for row in rows]
+    alpha = lm.alpha if args.alpha is None else args.alpha
     found: list[dict[str, Any]] = []
 
     def note(how: str, budget: int, start: float, answers: Sequence[Verification], **more: Any) -> None:
@@ -101,26 +116,25 @@ def main() -> None:
         found.append({"how": how, "budget": budget, **measured(answers, right), "seconds": seconds, **more})
         line = {k: round(v, 4) if isinstance(v, float) else v for k, v in found[-1].items()}
         print(json.dumps(line), flush=True)
-        facts = {"model": args.model, "alpha": lm.alpha, "prompts": len(rows), "temperature": args.temperature}
+        facts = {"model": args.model, "alpha": alpha, "prompts": len(rows), "temperature": args.temperature}
         write_text_atomically(args.output, json.dumps({**facts, "results": found}, indent=1) + "\n")
 
     start = time.perf_counter()
-    note("plain", 0, start, lm.generate(prompts, neighbors=0, progress=False))
+    note("plain", 0, start, lm.generate(prompts, alpha=alpha, neighbors=0, progress=False))
     for budget in args.budgets:
         start = time.perf_counter()
-        note("best-of-n by LM probability", budget, start, best_of(lm, prompts, 1 + budget, args.temperature))
+        note("best-of-n by LM probability", budget, start, best_of(lm, prompts, 1 + budget, args.temperature, alpha))
         for kind in args.kinds:
             policy, start = SearchPolicy(kind, budget, args.temperature), time.perf_counter()
-            note(
-                f"{kind}, not calibrated",
-                budget,
-                start,
-                lm.generate(prompts, search=policy, neighbors=0, progress=False),
-            )
-            calibrated = calibrate_search(lm, calibration, policy, task.reward, save=False, progress=False)
-            start = time.perf_counter()
-            answers = lm.generate(prompts, search=policy, neighbors=0, progress=False)
-            note(kind, budget, start, answers, q_min=min(calibrated.region().q_min, 1e9))
+            answers = lm.generate(prompts, search=policy, alpha=alpha, neighbors=0, progress=False)
+            note(f"{kind}, not calibrated", budget, start, answers)
+            if args.calibrate and budget not in args.calibrate:
+                continue
+            start = time.perf_counter()  # what the calibration takes, once
+            found_region = calibrate_search(
+                lm, calibration, policy, task.reward, alpha=alpha, save=False, progress=False
+            ).deciding(alpha)
+            note(kind, budget, start, judged_by(found_region, answers), q_min=min(found_region.q_min, 1e9))
 
 
 if __name__ == "__main__":

@@ -820,8 +820,8 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
         ({"label_smoothing_factor": 0.3}, "label_smoothing_factor is 0.3 but SDM fine-tuning knows only 0.0"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy is 'group_by_length'"),
         ({"num_generations": 3}, "num_generations is 3, which needs a temperature"),
-        ({"num_generations": 0}, "num_generations must be at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens and"),
+        ({"num_generations": 0}, "num_generations is 0 but must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0 but"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         (
             {"metric_for_best_model": "accuracy"},

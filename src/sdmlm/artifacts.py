@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 CONFIG = "config.json"
+SDM_FOLDER = "sdm"  # of an SDM layer, inside the folder of its LM
 
 
 class DamagedError(ValueError):

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from sdmlm.encoding import VerificationTags
 from sdmlm.estimator import SDMEstimator
+from sdmlm.negatives import NegativePolicy, check_generations
 
 # Which field holds a parameter of the `SDMEstimator` of each SDM layer
 LAYER_FIELDS = {
@@ -24,10 +25,9 @@ LAYER_FIELDS = {
 }
 
 
-METRICS = (  # of an evaluation; with loss="ce" only the first
-    *("loss", "sdm_loss", "sdm_loss_0", "sdm_loss_1", "sdm_accuracy_0", "sdm_accuracy_1", "mean_q_0", "mean_q_1"),
-    *("q_min", "psi_0", "psi_1", "admitted"),
-)
+_BY_CLASS = ("sdm_loss", "sdm_accuracy", "mean_q", "psi")
+# Of an evaluation; with loss="ce" only the first
+METRICS = ("loss", "sdm_loss", "q_min", "admitted", *(f"{name}_{c}" for name in _BY_CLASS for c in (0, 1)))
 
 
 @dataclass
@@ -98,9 +98,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         self._check_numbers()
         self._check_estimator()
-        for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)} but must be a probability between 0 and 1.")
+        NegativePolicy(self.gamma_plus, self.gamma_gen, self.gamma_diversity)  # refuses what is no probability
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()
@@ -121,12 +119,8 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         for name, neutral in (("label_smoothing_factor", 0.0), ("train_sampling_strategy", "random")):
             if getattr(self, name) != neutral:
                 raise ValueError(f"{name} is {getattr(self, name)!r} but SDM fine-tuning knows only {neutral!r}.")
-        if self.num_generations < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
-            raise ValueError("max_new_tokens and num_generations must be at least 1.")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature} but must be at least 0 (0 is greedy).")
-        if self.num_generations > 1 and self.temperature == 0:
-            raise ValueError(f"num_generations is {self.num_generations}, which needs a temperature above 0.")
+        room = 1 if self.max_new_tokens is None else self.max_new_tokens
+        check_generations(room, self.temperature, self.num_generations)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be at least 1.")

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sdmlm.text_files import decode, json_lines
 
 _NAMES = {
     "embedding": ("X", "embeddings"),
@@ -159,19 +160,7 @@ def _read_parquet(path: Path) -> dict[str, Any]:
 
 
 def _read_jsonl(path: Path) -> dict[str, Any]:
-    rows = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(json.loads(line))
-                    if not isinstance(rows[-1], dict):
-                        raise ValueError(f"{path}, line {number}: expected an object with the key embedding.")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        said = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise ValueError(f"{path}, line {number}: not JSON ({said}).") from error
+    rows = [row for _, row in json_lines(decode(path.read_bytes(), path), path, " with the key embedding")]
     if not rows:
         raise ValueError(f"{path} is empty: it holds no embeddings.")
     columns = {}

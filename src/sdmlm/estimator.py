@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdmlm import __version__
 from sdmlm.adaptor import ExemplarAdaptor, MakeSupport, train_adaptor
-from sdmlm.artifacts import CONFIG, read_artifact, write_artifact
+from sdmlm.artifacts import CONFIG, SDM_FOLDER, read_artifact, write_artifact
 from sdmlm.certify import Certificate, certify_region, threshold_grid
 from sdmlm.explain import Explanation, explain_points
 from sdmlm.layer import ALPHA_GRID, SDMLayer, highest_alpha
@@ -394,7 +394,7 @@ class SDMEstimator:
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: str | torch.device | None = None) -> SDMEstimator:
         """Load what `save_pretrained` wrote, after checking version, checksums and shapes."""
-        if (Path(folder) / "sdm" / CONFIG).is_file():
+        if (Path(folder) / SDM_FOLDER / CONFIG).is_file():
             raise ValueError(f"{folder} is a language model: its SDM layer is {Path(folder) / 'sdm'}.")
         config, tensors, texts = read_artifact(folder, KIND, VERSION)
         try:

@@ -30,12 +30,17 @@ from sdmlm.forward import allow_inside, generate_negatives, inner_lm, read_docum
 from sdmlm.negatives import HardNegatives, NegativePolicy
 from sdmlm.rewards import Reward, check_reward, load_reward, reward_name
 
-SDM_FOLDER = "sdm"
 LM_FILE = "lm.json"
-_FACTS = (  # in it
-    *("format_version", "sdmlm_version", "fingerprint", "tags", "max_length", "truncate_prompt", "max_new_tokens"),
+_FACTS = [
+    "format_version",
+    "sdmlm_version",
+    "fingerprint",
+    "tags",
+    "max_length",
+    "truncate_prompt",
+    "max_new_tokens",
     "training",
-)
+]
 Rows = Sequence[Mapping[str, Any]]
 
 

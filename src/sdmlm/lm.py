@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdmlm.artifacts import locked, write_text_atomically
+from sdmlm.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.encoding import Encoder, Messages, VerificationTags, completion_text
 from sdmlm.estimator import SDMEstimator
 from sdmlm.explain import Exemplar, exemplars_of, reason
 from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
-from sdmlm.final_layer import SDM_FOLDER, fingerprint, read_final_layer_facts, write_final_layer
+from sdmlm.final_layer import fingerprint, read_final_layer_facts, write_final_layer
 from sdmlm.forward import inner_lm
 from sdmlm.negatives import generate
 from sdmlm.record import copy_record

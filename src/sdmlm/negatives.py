@@ -47,7 +47,7 @@ class NegativePolicy:
     def __post_init__(self) -> None:
         for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but a probability lies between 0 and 1.")
+                raise ValueError(f"{name} is {getattr(self, name)} but must be a probability between 0 and 1.")
 
     def draw(self, row: int, epoch: int) -> Draw:
         """The draw of one row: the same whenever and wherever it is asked for."""
@@ -205,6 +205,19 @@ def _pick(logits: Tensor, temperature: float, chance: Tensor | None, top_p: floa
     return at.squeeze(1).clamp_max(logits.shape[-1] - 1)
 
 
+def check_generations(max_new_tokens: int, temperature: float, num_generations: int) -> None:
+    """Refuse what no negative can be generated with."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("num_generations", num_generations)):
+        if value < 1:
+            raise ValueError(f"{name} is {value} but must be at least 1.")
+    if not temperature >= 0:
+        raise ValueError(f"temperature is {temperature} but must be at least 0 (0 is greedy).")
+    if num_generations > 1 and temperature == 0:
+        raise ValueError(
+            f"num_generations is {num_generations}, which needs a temperature above 0: greedy generations are all the same."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """What generating for one row in one epoch gave: the body of a negative, or None where r was 1."""
@@ -240,12 +253,7 @@ class HardNegatives:
         num_generations: int = 1,
         tokens_per_batch: int = 8192,
     ) -> None:
-        if max_new_tokens < 1 or num_generations < 1 or temperature < 0:
-            raise ValueError("max_new_tokens and num_generations must be at least 1 and temperature at least 0.")
-        if num_generations > 1 and temperature == 0:
-            raise ValueError(
-                "num_generations above 1 needs a temperature above 0: greedy generations of a prompt are all the same."
-            )
+        check_generations(max_new_tokens, temperature, num_generations)
         self.policy = policy
         self.reward = reward
         self.max_new_tokens = max_new_tokens

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdmlm.encoding import VerificationTags, check_rows
+from sdmlm.text_files import decode, json_lines, parse_json
 
 Row = dict[str, Any]
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>.+))?")
@@ -58,30 +59,12 @@ def read_preferences(source: str, tags: VerificationTags | None = None) -> Prefe
     return PreferenceRows(source, rows, sha256)
 
 
-def _text(source: str, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")  # some editors put a byte order mark at the start
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
-
-
 def _read_jsonl(source: str, content: bytes) -> list[Row]:
     rows = []
-    for number, line in enumerate(_text(source, content).split("\n"), start=1):
-        if line.strip():
-            rows.append(_object(line, f"{source}, line {number}"))
+    for where, row in json_lines(decode(content, source), source, " with prompt, chosen and rejected"):
+        _check_spelling(row, where)
+        rows.append(row)
     return rows
-
-
-def _object(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')}).") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with prompt, chosen and rejected, found {type(row).__name__}.")
-    _check_spelling(row, where)
-    return row
 
 
 def _check_spelling(row: Row, where: str) -> None:
@@ -93,12 +76,7 @@ def _check_spelling(row: Row, where: str) -> None:
 
 
 def _read_json(source: str, content: bytes) -> list[Row]:
-    try:
-        rows = json.loads(_text(source, content) or "[]")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}, line {error.lineno}: not JSON ({error.msg}).") from error
-    except RecursionError as error:
-        raise ValueError(f"{source}: not JSON (nested too deeply).") from error
+    rows = parse_json(decode(content, source) or "[]", source)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{source} must hold one list of objects with prompt, chosen and rejected.")
     for number, row in enumerate(rows):

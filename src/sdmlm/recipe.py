@@ -19,6 +19,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sdmlm.text_files import decode
+
 # Settings that have an option of another name.
 _ELSEWHERE = {"output_dir": "--output", "resume_from_checkpoint": "--resume"}
 _USUAL = {"epochs": "num_train_epochs", "lr": "learning_rate", "batch_size": "per_device_train_batch_size"}  # elsewhere
@@ -117,9 +119,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text.") from error
+        content = yaml.safe_load(decode(Path(path).read_bytes(), path))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else path

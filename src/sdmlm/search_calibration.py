@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdmlm.artifacts import finite_or_none, locked, none_as_infinity, read_facts, write_facts
+from sdmlm.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_facts, write_facts
 from sdmlm.certify import certify_region
 from sdmlm.encoding import check_rows
-from sdmlm.final_layer import SDM_FOLDER
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion, check_alpha, membership
 from sdmlm.rewards import Reward, apply_reward, load_reward

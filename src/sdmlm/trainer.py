@@ -30,12 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import SDM_FOLDER, write_text_atomically
 from sdmlm.config import SDMConfig
 from sdmlm.encoding import IGNORED, Encoded, Encoder, VerificationTags, check_rows, collate
 from sdmlm.estimator import SDMEstimator
 from sdmlm.final_layer import (
-    SDM_FOLDER,
     check_draws,
     completion_room,
     fit_final_layer,

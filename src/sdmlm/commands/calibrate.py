@@ -65,9 +65,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     require_transformers()
+    from sdmlm.artifacts import SDM_FOLDER
     from sdmlm.config import SDMConfig
     from sdmlm.encoding import Encoder
-    from sdmlm.final_layer import SDM_FOLDER, completion_room, fit_final_layer, position_limit, save_final_layer
+    from sdmlm.final_layer import completion_room, fit_final_layer, position_limit, save_final_layer
     from sdmlm.forward import inner_lm
     from sdmlm.preference_files import read_preferences
     from sdmlm.rewards import load_reward
@@ -121,10 +122,10 @@ def _as_before(model: str) -> dict[str, Any]:
 
     Not by `read_final_layer_facts`: where a save was cut off, this command is the repair, and the older facts are right.
     """
-    from sdmlm.artifacts import CONFIG
+    from sdmlm.artifacts import CONFIG, SDM_FOLDER
     from sdmlm.config import LAYER_FIELDS
 
-    sdm, before = Path(model) / "sdm", {}
+    sdm, before = Path(model) / SDM_FOLDER, {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((sdm / "lm.json").read_text(encoding="utf-8"))
         names = ("max_length", "truncate_prompt", "max_new_tokens")
@@ -140,6 +141,8 @@ def _as_before(model: str) -> dict[str, Any]:
 
 def _target(args: argparse.Namespace) -> Path:
     """The folder that `sdm/` goes into, refused if that would replace something."""
+    from sdmlm.artifacts import SDM_FOLDER
+
     if args.output is not None:
         folder = Path(args.output)
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
@@ -148,7 +151,7 @@ def _target(args: argparse.Namespace) -> Path:
         return folder
     if not Path(args.model).is_dir():
         raise ValueError(f"{args.model} is not a folder here: give --output, a new folder for the model with its sdm/.")
-    common.check_output_folder(str(Path(args.model) / "sdm"), args.force)
+    common.check_output_folder(str(Path(args.model) / SDM_FOLDER), args.force)
     return Path(args.model)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sdmlm.commands import common
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
+from sdmlm.text_files import decode
 
 EXAMPLES = """\
   sdmlm data word-ordering --sentences wikipedia.txt --harvard harvard.txt --output data/word_ordering
@@ -101,12 +102,7 @@ def read_sentences(source: str) -> list[str]:
         return sentences(SENTENCES, seed=SENTENCES_SEED)
     path = Path(source)
     if path.is_file():
-        content = path.read_bytes()
-        try:
-            lines = [line.strip() for line in content.decode("utf-8-sig").split("\n")]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
-        lines = [line for line in lines if line]
+        lines = [line for each in decode(path.read_bytes(), source).split("\n") if (line := each.strip())]
         if not lines:
             raise ValueError(f"{source} is empty: it holds no sentences.")
         return lines

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.commands import common
+from sdmlm.text_files import decode, json_lines
 
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
@@ -141,25 +141,13 @@ def read_text(source: str) -> str:
     if source != "-" and Path(source).is_dir():
         raise ValueError(f"{source} is a folder: name a file.")
     content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name_of(source)} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
+    return decode(content, name_of(source))
 
 
 def parse_objects(text: str, source: str, fields: Sequence[str]) -> list[dict[str, Any]]:
     """Objects of JSON lines that have all these fields."""
     rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{name_of(source)}, line {number}"
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')}).") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: expected an object, found {type(row).__name__}.")
+    for where, row in json_lines(text, name_of(source)):
         missing = [field for field in fields if field not in row]
         if missing:
             raise ValueError(f"{where}: {missing[0]!r} is missing.")

@@ -30,12 +30,7 @@ EXAMPLES = """\
   sdmlm replicate recipes/stories15m/ce_hn.yaml recipes/stories15m/sdm_hn.yaml --output runs/stories15m --seeds 0 1 2
   accelerate launch --num_processes 4 -m sdmlm.cli replicate recipes/phi-3.5-mini --output runs/phi-3.5-mini"""
 
-_CONTENT = (
-    "data",
-    "calibration",
-    "task",
-    "tests",
-)  # what two recipes of the same run have in common beside the settings
+_CONTENT = ("data", "calibration", "task", "tests")  # what two recipes of the same run share beside the settings
 
 
 def add(subparsers: Any) -> None:
@@ -93,8 +88,7 @@ def run(args: argparse.Namespace) -> None:
 
         jobs = _jobs(args)
         _check(jobs)
-        _check_alphas(jobs, args.output)
-        _check_tests(jobs, args.output)
+        _check_stored(jobs, args.output)
         if args.dry_run:
             _show_plan(args, jobs)
             return
@@ -219,13 +213,18 @@ def _check(jobs: list[Job]) -> None:
         check_draws(config, *seen[key])
 
 
-def _check_alphas(jobs: Sequence[Job], output: str) -> None:
-    """Refuse different alphas before hours of work: the tables stand at one."""
-    from sdmlm.replication import read_runs
+def _check_stored(jobs: Sequence[Job], output: str) -> None:
+    """Refuse what could not stand in one table with the evaluations there: another alpha, other test rows in a family."""
+    from sdmlm.replication import EVALUATIONS, read_evaluation
 
-    alphas = {run.alpha for run in read_runs(output)} | {
-        float(job.settings.get("alpha", recipe.field_default("alpha"))) for job in jobs
-    }
+    alphas = {float(job.settings.get("alpha", recipe.field_default("alpha"))) for job in jobs}
+    sources = {(job.family, test): source for job in jobs for test, source in job.settings["tests"].items()}
+    for folder in sorted(Path(output).glob("*/seed-*")):
+        for path in sorted((folder / EVALUATIONS).glob("*.json")):
+            evaluation, facts = read_evaluation(path)
+            alphas.add(evaluation.alpha)
+            if (source := sources.get((str(facts.get("family")), path.stem))) is not None:
+                _check_rows(folder, source, str(facts.get("rows_sha256")))
     if len(alphas) > 1:
         shown = " and ".join(f"{alpha:g}" for alpha in sorted(alphas))
         raise ValueError(f"The runs in {output} would have alpha {shown}: one folder of tables needs one alpha.")
@@ -255,18 +254,6 @@ def _check_others(job: Job) -> None:
                 "the seed alone. Give another --output."
             )
         _check_trained(job, record, folder)
-
-
-def _check_tests(jobs: Sequence[Job], output: str) -> None:
-    """Refuse test sets other than those that runs of the same family have been put to already."""
-    from sdmlm.replication import EVALUATIONS, read_evaluation
-
-    sources = {(job.family, test): source for job in jobs for test, source in job.settings["tests"].items()}
-    for folder in sorted(Path(output).glob("*/seed-*")):
-        for path in sorted((folder / EVALUATIONS).glob("*.json")):
-            facts = read_evaluation(path)[1]
-            if (source := sources.get((str(facts.get("family")), path.stem))) is not None:
-                _check_rows(folder, source, str(facts.get("rows_sha256")))
 
 
 def _check_trained(job: Job, record: dict[str, Any], folder: Path) -> None:
@@ -299,7 +286,8 @@ def _left(job: Job) -> list[str]:
 
 
 def _layer(job: Job) -> str:
-    from sdmlm.final_layer import SDM_FOLDER, layer_sha256
+    from sdmlm.artifacts import SDM_FOLDER
+    from sdmlm.final_layer import layer_sha256
 
     return layer_sha256(job.folder / SDM_FOLDER)
 

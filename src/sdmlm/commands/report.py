@@ -26,9 +26,10 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
+    from sdmlm.artifacts import SDM_FOLDER
     from sdmlm.estimator import SDMEstimator
     from sdmlm.feedback import load_feedback, with_feedback
-    from sdmlm.final_layer import SDM_FOLDER, layer_metrics, layer_sha256, read_final_layer_facts
+    from sdmlm.final_layer import layer_metrics, layer_sha256, read_final_layer_facts
     from sdmlm.report.language_model import write_report
     from sdmlm.search_calibration import load_searches
 

@@ -134,9 +134,9 @@ def _write_record(
 
 def _tell_finished(args: argparse.Namespace, record: dict[str, Any], output: str) -> None:
     """The summary that was recorded, with the SDM layer that is there now: `sdmlm calibrate` may have been run since."""
+    from sdmlm.artifacts import SDM_FOLDER
     from sdmlm.config import SDMConfig
     from sdmlm.estimator import SDMEstimator
-    from sdmlm.final_layer import SDM_FOLDER
 
     config = SDMConfig(output_dir=None, report_to="none", verification_tags=record["config"]["verification_tags"])
     now = calibrate.layer_facts(SDMEstimator.from_pretrained(Path(output) / SDM_FOLDER), config)

@@ -26,7 +26,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sdmlm.artifacts import write_text_atomically
+from sdmlm.artifacts import SDM_FOLDER, write_text_atomically
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.demo.sentences import sentences
 from sdmlm.record import read_record
@@ -134,7 +134,7 @@ def _ready(home: Path) -> Path:
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
     for name in LABELS:
-        sdm = home / name / "sdm"
+        sdm = home / name / SDM_FOLDER
         if (sdm / "feedback").exists() or (sdm / "search.json").exists():
             raise ValueError(f"{home / name} holds feedback or a calibrated search: give another folder with --output.")
     for name in ("data", *LABELS):
@@ -222,7 +222,7 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
 def _evaluate(
     lm: SDMLanguageModel, home: Path, setting: str, name: str, rows: Sequence[Mapping[str, Any]]
 ) -> Evaluation:
-    from sdmlm.final_layer import SDM_FOLDER, layer_sha256
+    from sdmlm.final_layer import layer_sha256
 
     found = evaluate(lm, word_ordering, rows, progress=False)  # one bar is there already
     facts = {

@@ -1,0 +1,37 @@
+"""Text and JSON as people hand them in: what cannot be read is said in a ValueError that names the file and the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+def decode(content: bytes, source: object) -> str:
+    """The text of a file in UTF-8; some editors put a byte order mark at its start, which is no part of it."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
+
+
+def parse_json(text: str, source: object, line: int | None = None) -> Any:
+    """The value that the text spells; `line` is its number in the source where it is only one line of it."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        where = source if line is None else f"{source}, line {line}"
+        raise ValueError(f"{where}: not JSON (nested too deeply).") from error
+    except ValueError as error:  # also for a number with more digits than Python reads
+        at = line or getattr(error, "lineno", 1)
+        raise ValueError(f"{source}, line {at}: not JSON ({getattr(error, 'msg', error)}).") from error
+
+
+def json_lines(text: str, source: object, fields: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, object) for each line that is not blank; `fields` says in the error what an object is to hold."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where, value = f"{source}, line {number}", parse_json(line, source, number)
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}: expected an object{fields}, found {type(value).__name__}.")
+            yield where, value
