@@ -187,7 +187,8 @@ def epoch() -> Result:
         mean, std = x.mean(), x.std()
 
         def embed(rows: torch.Tensor) -> torch.Tensor:
-            return conv(((rows - mean) / std)[:, None, :]).squeeze(2)
+            out: torch.Tensor = conv(((rows - mean) / std)[:, None, :])
+            return out.squeeze(2)
 
         for start in range(0, len(x), batch):
             optimizer.zero_grad()

@@ -5,8 +5,9 @@
 MODEL: a Hugging Face folder (docs/results.md uses stories15m). FILE: one sentence a line; the prompts are the paper's word
 ordering. A folder with an SDM layer is measured as it is. Any other gets one over a few rows first: a model that was never
 fine-tuned writes no tag, so each of its answers gets one appended. Both contenders write the same tokens, at batch 32; they
-take turns. Times are CPU seconds, the least of several: what else the machine does shows least in it. For comparison: a second pass over the documents, which is what
-judging would cost without the states of the generation. Writes benchmarks/results/judging.json.
+take turns, plain first and judged first by turns. What judging adds is the median over the rounds of their ratio: machines
+slow down and speed up for seconds at a time, which two neighbours share. For comparison: a second pass over the documents, which is what judging would cost without the states of the
+generation. Writes benchmarks/results/judging.json.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from sdmlm.artifacts import SDM_FOLDER
 from sdmlm.encoding import Encoder
 from sdmlm.final_layer import fit_final_layer, save_final_layer
 from sdmlm.negatives import generate
+from sdmlm.rewards import exact_match
 from sdmlm.summary import embed_sequences
 
-NEW_TOKENS, REPEATS, CALIBRATION = 64, 12, 200
+NEW_TOKENS, ROUNDS, CALIBRATION = 64, 40, 200
 
 
 def sdm_lm(model: str, rows: list[dict[str, str]], folder: str) -> SDMLanguageModel:
@@ -51,15 +53,18 @@ def sdm_lm(model: str, rows: list[dict[str, str]], folder: str) -> SDMLanguageMo
         estimator = fit_final_layer(lm, encoder, rows, args)
         lm.save_pretrained(folder)
         encoder.tokenizer.save_pretrained(folder)
-        save_final_layer(Path(folder) / SDM_FOLDER, estimator, lm.state_dict(), encoder, args)
+        save_final_layer(
+            Path(folder) / SDM_FOLDER, estimator, lm.state_dict(), encoder, args, exact_match, fine_tuned=False
+        )
         model = folder
     return SDMLanguageModel.from_pretrained(model, device="cpu")
 
 
-def seconds(job: Callable[[], Any]) -> float:
-    start = time.process_time()
+def seconds(job: Callable[[], Any]) -> tuple[float, float]:
+    """By the clock, and of the CPU."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     job()
-    return time.process_time() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def measure(lm: SDMLanguageModel, prompts: list[str]) -> dict[str, Any]:
@@ -74,19 +79,27 @@ def measure(lm: SDMLanguageModel, prompts: list[str]) -> dict[str, Any]:
     found, ids = judged(), plain()
     assert [v.completion_tokens for v in found] == [len(i) for i in ids], "both must write the same tokens"
     documents = [lm.encoder.encode_for_judging(p, v.text) for p, v in zip(prompts, found, strict=True)]
-    answers = lm.write(prompts, lm.check_prompts(prompts), lm.sampling(NEW_TOKENS), [[n] for n in range(len(prompts))])
-    times: dict[str, list[float]] = {"plain": [], "judged": [], "second pass": []}
-    for _ in range(REPEATS):
-        times["plain"].append(seconds(plain))
-        times["judged"].append(seconds(judged))
-        times["second pass"].append(
-            seconds(lambda: embed_sequences(lm.model, documents, tokens_per_batch=8192, progress=False))
-        )
-    least = {name: min(values) for name, values in times.items()}
+    answers = lm.write(lm.read_prompts(prompts), lm.sampling(NEW_TOKENS), [[n] for n in range(len(prompts))])
+
+    def second_pass() -> Any:
+        return embed_sequences(lm.model, documents, tokens_per_batch=8192, progress=False)
+
+    jobs: dict[str, Callable[[], Any]] = {"plain": plain, "judged": judged, "second pass": second_pass}
+    rounds = []
+    for n in range(ROUNDS):
+        names = list(jobs) if n % 2 else list(jobs)[::-1]
+        rounds.append({name: seconds(jobs[name]) for name in names})
+    added, added_cpu, again = (
+        statistics.quantiles([one[what][which] / one["plain"][which] for one in rounds], n=4)
+        for what, which in (("judged", 0), ("judged", 1), ("second pass", 0))
+    )
     return {
-        **least,
-        "added": least["judged"] / least["plain"] - 1,
-        "a second pass would add": least["second pass"] / least["plain"],
+        **{name: statistics.median(one[name][0] for one in rounds) for name in jobs},
+        "added": added[1] - 1,
+        "added, lower quartile": added[0] - 1,
+        "added, upper quartile": added[2] - 1,
+        "added, of CPU seconds": added_cpu[1] - 1,
+        "a second pass would add": again[1],
         "answers with a tag": sum(lm.tags.open in str(v.generated) for v in found),
         "answers read while generating": sum(answer.h is not None for answer in answers),
         "mean tokens of an answer": statistics.mean(len(i) for i in ids),

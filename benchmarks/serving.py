@@ -208,12 +208,12 @@ def make_cases(lm: Any, prompts: list[str], sampled: int) -> list[Case]:
 def alone(lm: Any, prompts: list[str]) -> dict[str, float]:
     """The model without a server, in batches of the same size: answers a second, and what judging adds to writing."""
     batch = (prompts * MAX_BATCH)[:MAX_BATCH]
-    lengths, sampling = lm.check_prompts(batch), lm.sampling()
+    read, sampling = lm.read_prompts(batch), lm.sampling()
     seeds = [[0, n] for n in range(MAX_BATCH)]
     writing, judging = [], []
     for _ in range(6):
         start = time.perf_counter()
-        answers = lm.write(batch, lengths, sampling, seeds, progress=False)
+        answers = lm.write(read, sampling, seeds, progress=False)
         middle = time.perf_counter()
         lm.judge(answers, lm.alpha, 1, progress=False)
         writing.append(middle - start)

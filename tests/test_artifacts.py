@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from sdmlm import artifacts
 from sdmlm.artifacts import read_artifact, write_artifact, write_text_atomically
 
 KIND = "test thing"
@@ -48,6 +49,30 @@ def test_a_save_that_fails_leaves_the_old_artifact(tmp_path, monkeypatch, at):
     monkeypatch.undo()
     assert read(tmp_path)[0]["value"] == 1.0
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("at", ["replace", "flush"])
+def test_after_the_commit_nothing_is_taken_back(tmp_path, monkeypatch, error, at):
+    """config.json names the new files by then."""
+    write(tmp_path, 1.0)
+    replace, flush = os.replace, artifacts._flush
+
+    def replaced(source, target):
+        replace(source, target)
+        if os.path.basename(target) == "config.json":
+            raise error
+
+    def flushed(path):
+        if os.path.isdir(path):
+            raise error
+        flush(path)
+
+    monkeypatch.setattr(*((os, "replace", replaced) if at == "replace" else (artifacts, "_flush", flushed)))
+    with pytest.raises((KeyboardInterrupt, ValueError, OSError)):
+        write(tmp_path, 2.0)
+    monkeypatch.undo()
+    assert read(tmp_path)[0]["value"] == 2.0
 
 
 def test_an_interrupt_at_any_point_leaves_old_or_new(tmp_path, monkeypatch):

@@ -100,11 +100,11 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
 
 
 def test_grid_comes_from_calibration_and_starts_at_the_region():
-    q = np.arange(1, 101) / 10
-    grid = threshold_grid(HighReliabilityRegion(0.9, 5.0, (0.9, 0.9)), q)
-    assert grid[0] == 5.0
-    assert len(grid) == 10
-    assert grid == sorted(grid)
+    q = np.arange(1, 101) ** 2.0  # far from even
+    grid = threshold_grid(HighReliabilityRegion(0.9, 50.0**2, (0.9, 0.9)), np.random.default_rng(0).permutation(q))
+    kept = [v for v in q.tolist() if v >= 2500]
+    assert grid == [kept[int(k / 10 * (len(kept) - 1))] for k in range(10)]
+    assert grid[0] == 2500
     assert threshold_grid(HighReliabilityRegion(0.9, math.inf, (math.inf,) * 2), q) == []
 
 

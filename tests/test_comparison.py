@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 import sdmlm.comparison
 from sdmlm.baselines import APS, RAPS, SoftmaxThreshold, TemperatureScaling, cross_entropy_logits
@@ -92,6 +93,7 @@ def test_decisions_can_be_rebuilt_from_the_split_of_the_estimator(comparison: Co
         scores = comparison.estimator.score(data.X)
         for name, accepted in {
             "no-reject": np.ones(150, bool),
+            "softmax(d z')": softmax(scores.d[:, None] * scores.z, axis=1).max(axis=1) >= 0.9,
             "SDM": scores.p.max(axis=1) >= 0.9,
             "SDM HR": scores.accepted,
             "SDM HR lower": scores.accepted_lower,

@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm.demo import base_model
-from sdmlm.demo.base_model import FOLDER, LOG, MIX, WORDS, Settings, batch_of, document, learning_rate, train
+from sdmlm.demo.base_model import (
+    FOLDER,
+    LOG,
+    MIX,
+    WORDS,
+    Settings,
+    batch_of,
+    document,
+    learning_rate,
+    source_sha256,
+    train,
+)
 from sdmlm.demo.sentences import sentences
 from sdmlm.encoding import Encoder
 from sdmlm.tasks.word_ordering import make_splits
@@ -241,6 +252,7 @@ def test_shipped_model_is_small_and_was_made_by_this_code() -> None:
     assert sum(path.stat().st_size for path in files) <= 12 * 2**20
     assert {path.suffix for path in files} <= {".json", ".safetensors", ".jinja"}
     log = json.loads((FOLDER / LOG).read_text())
+    assert log["source_sha256"] == source_sha256()
     assert Settings(**log["settings"]) == Settings()  # what `make base-model` would train
     assert log["loss_by_step"][-1][1] < log["loss_by_step"][0][1]
     config = json.loads((FOLDER / "config.json").read_text())

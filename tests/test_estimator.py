@@ -1,5 +1,9 @@
+import argparse
+import copy
 import dataclasses
+import inspect
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdmlm import SDMEstimator
-from sdmlm.layer import ALPHA_GRID
+from sdmlm import SDMClassifier, SDMEstimator
+from sdmlm.certify import threshold_grid
+from sdmlm.commands.common import add_estimator_options
+from sdmlm.explain import reason
+from sdmlm.layer import ALPHA_GRID, SDMLayer
+from sdmlm.region import HighReliabilityRegion
 from sdmlm.validation import random_halves
 
 SMALL = {"exemplar_dim": 16, "epochs": 12, "learning_rate": 1e-2, "rounds": 1, "progress": False}
@@ -244,6 +252,15 @@ def test_recalibrate_equals_fitting_at_that_alpha():
     assert one.alpha_ == 0.7
 
 
+def test_regions_of_many_alphas_take_bounded_memory(fitted):
+    """A server may be asked for any alpha."""
+    layer = copy.deepcopy(fitted.layers_[0])
+    assert isinstance(layer, SDMLayer)
+    for alpha in np.linspace(0.51, 1.0, 600):
+        assert layer.region(float(alpha)).alpha == alpha
+    assert len(layer._regions) <= 256
+
+
 def test_several_alphas_and_the_highest(fitted):
     new, _ = blobs(seed=3)
     scores = fitted.score(new)
@@ -275,6 +292,43 @@ def test_adding_to_the_support_changes_q_and_d_but_not_predictions():
     assert estimator.score(new[30:]).d_nearest.max() < 1e-4
     with pytest.raises(ValueError, match="already in use"):
         estimator.add_to_support(new[:1], [0], ids=["ood3"])
+
+
+def test_after_adding_the_training_quantiles_are_those_of_the_new_support():
+    X, y = blobs(160)
+    new, y_new = blobs(40, seed=7)
+    estimator = SDMEstimator(alpha=0.75, **SMALL).fit(X, y)
+    own = estimator.support_index(range(15))
+    before = estimator.score(X[:15], exclude=own)
+    estimator.add_to_support(new, np.where(np.arange(40) < 10, -1, y_new), ids=[f"new{i}" for i in range(40)])
+    scores = estimator.score(X[:15], exclude=own)
+    exemplars, _ = estimator.layers_[0].adaptor(torch.from_numpy(X[:15]))
+    for i in range(15):
+        expected = by_hand(estimator, X[i], exemplars[i], own[i])
+        for name in ("q", "d", "d_nearest", "q_prime"):
+            np.testing.assert_allclose(getattr(scores, name)[i], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert (own >= 0).any()
+    assert not np.allclose(before.d, scores.d)
+
+
+def test_a_reason_names_the_condition_that_failed():
+    """Each cause by hand, on points of every sort."""
+    region = HighReliabilityRegion(0.8, 4.0, (0.8, 0.9))
+    nothing = HighReliabilityRegion(0.8, math.inf, (math.inf, math.inf))
+    only_one = HighReliabilityRegion(0.8, 4.0, (math.inf, 0.9))
+    points = [  # region, q, q', p of the predicted class 0, whether accepted, what the sentence must say
+        (region, 9, 5.0, 0.85, True, "Accepted as class 0 at alpha 0.8: the nearest 9"),
+        (region, 0, 0.0, 0.6, False, "out of distribution"),
+        (nothing, 9, 5.0, 0.95, False, "no high-reliability region"),
+        (region, 9, 3.99, 0.95, False, "gives q' 3.99, below the 4"),
+        (only_one, 9, 5.0, 0.99, False, "no verdict class 0 is accepted"),
+        (region, 9, 4.0, 0.79, False, "0.7900 for class 0 is below its threshold psi 0.8000"),
+        (region, 9, 4.0, 0.8, False, "another class also reaches its threshold"),
+    ]
+    said = [text for *_, text in points]
+    for where, q, q_prime, p, accepted, text in points:
+        found = SimpleNamespace(prediction=[0], q=[q], q_prime=[q_prime], d=[0.5], probability=[p], accepted=[accepted])
+        assert [t for t in said if t in reason(found, 0, where)] == [text]
 
 
 def test_explanations_tell_the_truth(fitted):
@@ -316,6 +370,68 @@ def test_certify_on_fresh_points(fitted):
     for c in range(2):
         own = accepted & (scores.prediction == c)
         assert (y_fresh == c)[own].mean() >= 0.8
+
+
+def test_certify_takes_its_thresholds_from_calibration(fitted):
+    certificate = fitted.certify(*blobs(500, seed=9))
+    q_prime = fitted.layers_[0].calibration.q_prime.numpy()
+    expected = threshold_grid(fitted.region_, q_prime)
+    assert len(expected) > 3
+    assert sorted({test.q_min for test in certificate.tests}) == expected
+    assert set(expected) <= set(q_prime.tolist())
+
+
+def test_the_digest_is_of_all_that_decisions_rest_on():
+    X, y = blobs()
+    split = {"calibration": (X[120:], y[120:])}
+    one = SDMEstimator(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split)
+    flipped = y[120:].copy()
+    flipped[:10] = 1 - flipped[:10]
+    others = [
+        SDMEstimator(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], calibration=(X[120:], flipped)),
+        SDMEstimator(**{**SMALL, "epochs": 1}, max_q=2).fit(X[:120], y[:120], **split),
+        SDMEstimator(**{**SMALL, "epochs": 1}, seed=1).fit(X[:120], y[:120], **split),
+    ]
+    assert torch.equal(one.layers_[0].adaptor.weight, others[0].layers_[0].adaptor.weight)
+    assert len({estimator.digest() for estimator in (one, *others)}) == 4
+    assert one.digest() == SDMEstimator(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split).digest()
+    for name in ("bias", "out_bias", "mean", "std"):
+        changed = copy.deepcopy(one)
+        getattr(changed.layers_[0].adaptor, name)[...] += 1e-3
+        assert changed.digest() != one.digest(), name
+    changed = copy.deepcopy(one)
+    changed.layers_[0].support.predictions[0] = 1 - changed.layers_[0].support.predictions[0]
+    assert changed.digest() != one.digest()
+
+
+def test_the_cap_on_q_holds_everywhere(tmp_path):
+    X, y = blobs()
+    estimator = SDMEstimator(alpha=0.8, max_q=3, **SMALL).fit(X, y)
+    estimator.save_pretrained(tmp_path)
+    for one in (estimator, SDMEstimator.from_pretrained(tmp_path)):
+        assert one.score(X).q.max() == 3
+        assert one.layers_[0].calibration.q.max() == 3
+
+
+def test_defaults_are_those_of_the_spec_in_all_three_places():
+    parser = argparse.ArgumentParser()
+    add_estimator_options(parser)
+    command = vars(parser.parse_args([]))
+    published = {
+        "alpha": 0.95,
+        "exemplar_dim": 1000,
+        "epochs": 200,
+        "batch_size": 50,
+        "learning_rate": 1e-5,
+        "rounds": 10,
+    }
+    defaults = [
+        {n: p.default for n, p in inspect.signature(c).parameters.items()} for c in (SDMEstimator, SDMClassifier)
+    ]
+    for found in (*defaults, command):
+        assert {name: found[name] for name in published} == published
+        for name in ("center", "seed", "ensemble", "max_q", "index"):
+            assert found[name] == defaults[0][name]
 
 
 def test_certify_refuses_points_that_it_was_fitted_over(fitted):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy.stats import binom
 
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.replication import Evaluation, Run
@@ -122,13 +123,11 @@ def test_lines_are_in_the_papers_order_with_seeds_in_theirs(found: Tables) -> No
 
 
 def test_a_proportion_has_the_interval_of_resampled_points() -> None:
-    hits = np.random.default_rng(0).random(150) < 0.3
+    hits = np.random.default_rng(0).random(2000) < 0.3
     share, (low, high) = proportion(hits, 20_000, seed=0)
     assert share == hits.mean()
-    rng = np.random.default_rng(1)
-    slow = [hits[rng.integers(0, 150, 150)].mean() for _ in range(4000)]
-    expected = np.percentile(slow, (2.5, 97.5))
-    assert [low, high] == pytest.approx(expected.tolist(), abs=0.015)
+    expected = binom.ppf([0.025, 0.975], 2000, share) / 2000  # resampled hits are binomial
+    assert [low, high] == pytest.approx(expected.tolist(), abs=1.5 / 2000)
     assert proportion(hits, 100, seed=0) == proportion(hits, 100, seed=0)
     assert proportion(np.ones(9, bool), 50, 0) == (1.0, (1.0, 1.0))
 

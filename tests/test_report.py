@@ -43,6 +43,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.counts: dict[str, int] = {}
         self.attributes: list[tuple[str, str, str | None]] = []
+        self.rows: list[list[str]] = []  # of all tables
         self.text = ""
         self.feed(text)
         self.close()
@@ -53,6 +54,10 @@ class Page(HTMLParser):
         self.attributes += [(tag, name, value) for name, value in attrs]
         if tag not in VOID:
             self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value) for name, value in attrs]
@@ -62,6 +67,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
 
 
 def page(path: Path) -> Page:
@@ -141,6 +148,15 @@ def test_report_with_data_tables_and_examples(estimator: SDMEstimator, tmp_path:
     found = page(tmp_path / "r.html")
     assert (tmp_path / "r.html").stat().st_size < 2_000_000
     assert "A random sample of 3000 of 5000 points" in found.text
+    y, accepted, right = data.labels("data"), scores.accepted, scores.prediction == data.labels("data")
+    assert f"Of these, {right[accepted].mean():.1%} are right; over all points {right.mean():.1%} are." in found.text
+    for c, name in enumerate(["bad", "good"]):
+        cells = [name, f"{estimator.region_.psi[c]:.4g}"]
+        for group in (y == c, scores.prediction == c):
+            inside = group & accepted
+            cells += [str(group.sum()), f"{inside.sum() / group.sum():.1%}", f"{right[inside].mean():.1%}"]
+        assert cells in found.rows
+    assert right[accepted].mean() < 1
     assert "of the 5000 scored points" in found.text
     assert "all rejected" in found.text
     assert f"▼ {metrics.marginal.accuracy:.3f} ({metrics.marginal.share:.2f})" in found.text
@@ -197,7 +213,7 @@ def test_reliability_bins() -> None:
 def test_scatter_tells_right_from_wrong_and_accepted_from_rejected(estimator: SDMEstimator) -> None:
     view = plots.calibration_view(estimator)
     with matplotlib.rc_context(plots.STYLE):
-        (axes,) = plots.similarity_distance(estimator, view).axes
+        (axes,) = plots.similarity_distance(estimator.region_, view).axes
     lines = {str(line.get_label()).rsplit(" ", 1)[0]: line for line in axes.get_lines()}
     for name, right in (("right", True), ("wrong", False)):
         for decision, accepted in (("accepted", True), ("rejected", False)):
@@ -211,13 +227,22 @@ def test_scatter_tells_right_from_wrong_and_accepted_from_rejected(estimator: SD
 def test_admitted_share_against_alpha(estimator: SDMEstimator) -> None:
     view = plots.calibration_view(estimator)
     with matplotlib.rc_context(plots.STYLE):
-        left, _ = plots.against_alpha(estimator, view).axes
+        left, right = plots.against_alpha(estimator, view).axes
     alphas, shares = left.get_lines()[0].get_data()
-    assert shares[list(alphas).index(0.9)] == pytest.approx(view.accepted.mean())
+    at = list(alphas).index(0.9)
+    assert shares[at] == pytest.approx(view.accepted.mean())
+    assert view.labels is not None
+    worst = []
+    for groups in (view.labels, view.predictions):
+        inside = [view.accepted & (groups == c) for c in (0, 1)]
+        worst.append(min(view.right[some].mean() for some in inside if some.any()))
+    assert len({view.right[view.accepted].mean(), *worst}) > 1
+    found = [line.get_data()[1][at] for line in right.get_lines()[:3]]
+    assert found == pytest.approx([view.right[view.accepted].mean(), *worst])
 
 
 def test_scatter_of_many_points_is_a_sample(estimator: SDMEstimator) -> None:
     view = plots.scored_view(estimator.score(blobs(4000, seed=3)[0]), None)
     with matplotlib.rc_context(plots.STYLE):
-        (axes,) = plots.similarity_distance(estimator, view).axes
+        (axes,) = plots.similarity_distance(estimator.region_, view).axes
     assert sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_marker() == "o") == plots.MOST_POINTS

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
-from sdmlm import SDMLanguageModel
+from sdmlm import SDMLanguageModel, search_calibration
 from sdmlm.artifacts import read_facts, write_facts
 from sdmlm.commands.calibrate_search import summary
 from sdmlm.encoding import Encoder
@@ -56,7 +60,6 @@ def by_hand(
     lm: SDMLanguageModel, prompt: str, number: int, policy: SearchPolicy, alpha: float, seed: int = 0
 ) -> tuple[Verification, int]:
     """One prompt under a policy, a try at a time: (final answer as the SDM layer judges it, tries)."""
-    (length,) = lm.check_prompts([prompt])
     seen: list[Verification] = []
     turn = ""
     while True:
@@ -69,10 +72,10 @@ def by_hand(
         if n and policy.kind == "continue":
             turn += f"{seen[-1].text}\n<verified>No</verified>\n"
             more |= {"contexts": [prompt], "begun": [turn]}
-        start = lm.encoder.encode_prompt(more.get("contexts", [prompt])[0]) + lm.encoder.continuation(turn)
+        start = lm.encoder.prompt_ids(more.get("contexts", [prompt])[0]) + lm.encoder.continuation(turn)
         if len(start) + lm.encoder.suffix_length >= lm.encoder.max_length:
             break
-        answers = lm.write([prompt], [length], sampling, seeds, progress=False, **more)
+        answers = lm.write(lm.read_prompts([prompt]), sampling, seeds, progress=False, **more)
         seen += lm.judge(answers, alpha, 3, progress=False)
         if seen[-1].verified or len(seen) > policy.budget:
             break
@@ -113,9 +116,14 @@ def test_a_search_is_its_tries_one_by_one(
 def test_the_budget_bounds_the_tries_and_no_verified_answer_is_tried_again(
     lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[list[Any]] = []
+    written: list[list[str]] = []
     plain = lm.write
-    monkeypatch.setattr(lm, "write", lambda asked, *a, **k: written.append(list(asked)) or plain(asked, *a, **k))
+
+    def write(asked: Any, *a: Any, **k: Any) -> Any:
+        written.append([lm.encoder.decode(ids) for ids in asked])
+        return plain(asked, *a, **k)
+
+    monkeypatch.setattr(lm, "write", write)
     policy = SearchPolicy("resample", budget=3, temperature=0.5)
     found = lm.generate(PROMPTS, temperature=1.8, search=policy)
     first = lm.generate(PROMPTS, temperature=1.8)
@@ -298,6 +306,59 @@ def test_a_conversation_that_fits_only_with_its_prompt_cut(lm: SDMLanguageModel)
     policy = SearchPolicy("continue", budget=6, temperature=1.5)
     found = cut.generate(["abcdefgh" * 5 + "=", "abc="], search=policy, alpha=1.0, max_new_tokens=20, progress=False)
     assert max(v.tries for v in found) > 2
+
+
+@pytest.mark.parametrize("kind", ["reprompt", "continue"])
+def test_a_prompt_that_outgrows_the_context_leaves_the_others_alone(lm: SDMLanguageModel, kind: str) -> None:
+    prompts = ["ab" * 20 + "=", *PROMPTS[:6]]
+    policy = SearchPolicy(kind, budget=3, temperature=1.5)
+    found = lm.generate(prompts, search=policy, alpha=1.0, seed=4, progress=False)
+    for n, v in enumerate(found):
+        expected, tries = by_hand(lm, prompts[n], n, policy, 1.0, 4)
+        assert key(v) == key(expected)
+        assert v.tries == tries
+    assert found[0].tries < max(v.tries for v in found)
+
+
+def first_letter(prompts: Any, completions: Any, **_: Any) -> list[int]:
+    return [int(c.startswith(p[0])) for p, c in zip(prompts, completions, strict=True)]
+
+
+def test_without_a_reward_a_calibration_takes_that_of_the_sdm_layer(lm: SDMLanguageModel) -> None:
+    rows, policy = calibration_rows(), SearchPolicy(budget=0)
+    calibrated = partial(calibrate_search, lm, rows, policy, save=False, progress=False)
+    exact, other = calibrated().labels, calibrated(first_letter).labels
+    assert exact != other
+    lm.facts["reward"] = "test_search:first_letter"
+    assert calibrated().labels == other
+    assert calibrated("sdmlm.rewards:exact_match").labels == exact
+    lm.facts["reward"] = None
+    with pytest.raises(ValueError, match="a reward that has no name: give the reward"):
+        calibrated()
+    with pytest.raises(ValueError, match="cannot be called with the columns"):
+        calibrated(lambda prompts, completions: [])
+
+
+def test_two_calibrations_at_the_same_moment_are_both_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    models = [SDMLanguageModel.from_pretrained(copied) for _ in range(2)]
+    both, load = threading.Barrier(2), search_calibration.load_searches
+
+    def slowly(path: Path) -> Any:
+        found = load(path)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(2)
+        return found
+
+    monkeypatch.setattr(search_calibration, "load_searches", slowly)
+    rows = calibration_rows()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda n: calibrate_search(models[n], rows, SearchPolicy(budget=n), progress=False), range(2)))
+    monkeypatch.undo()
+    kept = SDMLanguageModel.from_pretrained(copied).search_calibrations
+    assert {c.policy.budget for c in kept} == {0, 1}
 
 
 def test_the_summary_of_a_calibration(lm: SDMLanguageModel) -> None:

@@ -190,14 +190,23 @@ def faked() -> Iterator[tuple[Served, Fake]]:
         (200, said(5), {}, (502, "upstream_error")),
         (200, b'{"error": {"message": "x"}}', {}, (502, "upstream_error")),
         (200, b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n', {}, (502, "upstream_error")),
+        (200, b'data: {"choices": [{"delta": "abc"}]}\n\ndata: [DONE]\n\n', {}, (502, "upstream_error")),
+        (200, said("a" * 5000), {}, (502, "upstream_error")),
         (200, said("abc")[:-9], {"Content-Length": "500"}, (502, "upstream_error")),
         (200, said("ab" * 300), {}, (502, "context_length_exceeded")),
     ],
 )
 def test_errors_of_the_upstream(
-    faked: tuple[Served, Fake], stream: bool, status: int, body: bytes, headers: dict[str, str], expected: Any
+    faked: tuple[Served, Fake],
+    stream: bool,
+    status: int,
+    body: bytes,
+    headers: dict[str, str],
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     front, fake = faked
+    monkeypatch.setattr("sdmlm.server.upstream._MAX_BYTES", 4000)
     if stream and b"abab" in body:
         event = {"choices": [{"delta": {"content": "ab" * 300}}]}
         body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
@@ -305,6 +314,15 @@ def test_search_asks_again(faked: tuple[Served, Fake]) -> None:
     assert (evidence["text"], evidence["tries"]) == (best, 3)
     counts = [front.lm.verify("abc=", t, progress=False).completion_tokens for t in texts]
     assert evidence["completion_tokens"] == sum(counts)  # of all tries
+
+
+def test_every_try_of_a_search_has_a_seed_of_its_own(faked: tuple[Served, Fake]) -> None:
+    """Otherwise an upstream that honours seeds would give the same answer again and again."""
+    front, fake = faked
+    fake.behave = lambda handler, asked: reply(handler, 200, said("hhh"))
+    fake.asked.clear()
+    chat(front.url, "abc=", seed=3, temperature=0.5, n=2, sdm={"on_reject": "search", "budget": 2, "alpha": 1.0})
+    assert sorted(body["seed"] for body in fake.asked) == [3, 4, 5, 6, 7, 8]
 
 
 def test_body_text_is_always_a_beginning_of_the_body() -> None:

@@ -15,7 +15,7 @@ from tiny_sdm_lm import calibration_rows
 
 from sdmlm import SDMLanguageModel, SearchPolicy, Verification, calibrate_search
 from sdmlm.server.errors import ApiError
-from sdmlm.server.info import describe
+from sdmlm.server.info import describe, region_facts
 from sdmlm.server.model import Model
 from sdmlm.server.protocol import Ask, Document, Feedback, SdmOptions
 from sdmlm.server.settings import ServerSettings
@@ -274,7 +274,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = SearchPolicy("reprompt", 3)
         calibration = calibrate_search(lm, calibration_rows(), policy, progress=False)
         judged = await check(policy, SdmOptions(on_reject="search"), True)  # the policy that was calibrated, unasked
-        assert judged[0].region["q_min"] in (calibration.region().q_min, None)
+        assert judged[0].region == region_facts(calibration.region())
         await check(policy, SdmOptions(on_reject="search", budget=3), True)
         await check(SearchPolicy(budget=2), SdmOptions(on_reject="search", budget=2), False)
 

@@ -32,6 +32,7 @@ from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once, layer_metr
 from sdmlm.forward import has_dropout
 from sdmlm.loss import sdm_next_token_loss
 from sdmlm.negatives import generate
+from sdmlm.schedule import EpochOrder
 from sdmlm.trainer import SDMTrainer
 
 CHAT = (
@@ -254,6 +255,10 @@ def test_the_loss_of_a_batch_is_that_of_the_spec(tmp_path: Path) -> None:
         float(sdm_next_token_loss(logits, batch["labels"], torch.tensor(bases))), rel=1e-5
     )
     assert trainer._metrics["base"] == pytest.approx(bases, abs=1e-4)
+    for name, positive in (("sdm/positive", True), ("sdm/negative", False)):
+        own = [b - 2 for b, n in zip(bases, numbers, strict=True) if trainer._documents[n].positive == positive]
+        assert len(own) > 5
+        assert trainer._metrics[name] == pytest.approx(own, abs=1e-4)
     # A document whose prompt is in the support half ignores that entry, and it matters; the others have none to ignore.
     blind = bases_by_hand(trainer, numbers, exclude=False)
     inside = [n in trainer.training_layer.layers_[0].support_ids for n in numbers]
@@ -532,6 +537,28 @@ def test_other_strategies_are_left_to_the_trainer(tmp_path: Path) -> None:
     trainer.train()
     assert len(logged(trainer, "eval_loss")) == 2
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    orders = []
+    for epoch in (0, 1, 0):
+        trainer._layer_epoch = epoch
+        orders.append(list(EpochOrder(trainer)))
+    assert orders[0] == orders[2] != orders[1]
+    for order in orders:
+        assert sorted(order) == list(range(32)) != order
+
+
+def test_every_epoch_has_an_sdm_layer_with_a_split_of_its_own(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    halves = []
+    for epoch in (0, 1):
+        trainer.begin_epoch(epoch)
+        assert trainer.training_layer is not None
+        halves.append(set(trainer.training_layer.layers_[0].support_ids))
+    assert halves[0] != halves[1]
+    assert all(len(half) == 16 for half in halves)
 
 
 # Logs

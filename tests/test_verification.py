@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import slow
+from test_encoding import byte_level
 from tiny_lm import tiny_tokenizer
 
 from sdmlm.encoding import Encoder, VerificationTags
 from sdmlm.explain import Exemplar
+from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
-from sdmlm.verification import AnswerText, Sampling, Verification, bare, widened
+from sdmlm.scores import Scores
+from sdmlm.verification import AnswerText, Sampling, Verification, bare, decided, widened
 
 WRITTEN = [
     "abc",
@@ -63,6 +69,54 @@ def test_pieces_are_a_growing_part_of_the_answer(encoder: Encoder, written: str)
     assert answer.startswith(heard)
     assert heard + text.last(answer) == answer
     assert text.stopped(ids) == ("end" in written)
+
+
+@pytest.mark.parametrize("written", ["é🙂 x", "a🙂", "🙂\n<verified>Yes</verified>"])
+def test_half_a_character_is_never_heard(written: str) -> None:
+    """Tokens of a byte-level tokenizer may be parts of one."""
+    encoder = Encoder(byte_level())
+    text, ids, heard = AnswerText(encoder), [], ""
+    halves = 0
+    for i in encoder.continuation(written):
+        ids.append(i)
+        halves += "\ufffd" in encoder.decode(ids)
+        heard += text.piece(ids)
+        assert written.startswith(heard)
+    assert halves
+    answer, _ = text.read(ids)
+    assert heard + text.last(answer) == answer == written.split("\n")[0]
+
+
+def test_decisions_by_other_regions_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    yes, lower = rng.random(200), rng.random(200)
+    p, p_lower = (np.stack([1 - v, v], axis=1) for v in (yes, lower))
+    q_prime, q_prime_lower = rng.integers(0, 12, (2, 200)).astype(float)
+    blank = {f.name: np.zeros(200) for f in dataclasses.fields(Scores)}
+    scores = Scores(
+        **{
+            **blank,
+            "prediction": p.argmax(axis=1),
+            "p": p,
+            "p_lower": p_lower,
+            "q_prime": q_prime,
+            "q_prime_lower": q_prime_lower,
+        }
+    )
+    regions = {a: HighReliabilityRegion(a, 4 * a, (a, 0.5 + a / 2)) for a in (*ALPHA_GRID, 0.613)}
+    found = decided(scores, regions.__getitem__, 0.613)
+
+    def inside(a: float, which: str) -> list[bool]:
+        outputs, q = getattr(scores, f"p{which}"), getattr(scores, f"q_prime{which}")
+        return slow.contains(regions[a].q_min, regions[a].psi, q, outputs, scores.prediction).tolist()
+
+    assert found.accepted.tolist() == inside(0.613, "")
+    assert found.accepted_lower.tolist() == inside(0.613, "_lower")
+    at = {a: inside(a, "") for a in ALPHA_GRID}
+    highest = [max((a for a in ALPHA_GRID if at[a][n]), default=math.nan) for n in range(200)]
+    np.testing.assert_equal(found.highest_alpha, highest)
+    for values in (found.accepted, found.accepted_lower, np.isnan(found.highest_alpha)):
+        assert 0 < values.sum() < 200
 
 
 def test_a_tag_is_never_heard(encoder: Encoder) -> None:

@@ -56,10 +56,10 @@ def write_artifact(
             path.write_text(json.dumps({**head, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             _flush(path)
             os.replace(path, folder / CONFIG)
-        _flush(folder)
     except BaseException as error:  # Ctrl-C too: what was there before stays, what is new goes
+        named = old | _named_files(folder)  # the new ones, where it came just after the commit
         for path in written:
-            if path.name not in old:
+            if path.name not in named:
                 path.unlink(missing_ok=True)
         if not existed:
             with contextlib.suppress(OSError):  # somebody else's files came in between, or it was never made
@@ -68,6 +68,7 @@ def write_artifact(
             raise
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"Could not save to {folder}: {reason}. What was there before is intact.") from error
+    _flush(folder)
     for name in old - {tensor_file["name"], text_file["name"]}:
         (folder / name).unlink(missing_ok=True)
 

@@ -21,6 +21,11 @@ from torch import Tensor
 IGNORED = -100  # the label that PyTorch's and Hugging Face's losses skip
 COLUMNS = ("prompt", "chosen", "rejected")
 Messages = Sequence[Mapping[str, str]]
+Prompt = str | Messages
+
+
+class PromptIds(list[int]):
+    """A prompt as `Encoder.prompt_ids` has read it; an encoder takes it in place of the prompt, and need not read it again."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,9 @@ class Encoder:
     def __post_init__(self) -> None:
         tok = self.tokenizer
         self._anchor = self._plain("a")
+        self._anchor_length = len(self._spelled(self._anchor))
         self._adds_space = self.decode(self._anchor) != "a"
+        self._anchors = {anchor: self._plain(anchor) for anchor in ("\n", ">", "a", ".", "0")}
         # What the tokenizer puts before a text (BOS or nothing). What it may put after it is no part of a prompt.
         whole = list(tok("a", verbose=False)["input_ids"])
         width = len(self._anchor)
@@ -128,19 +135,18 @@ class Encoder:
         text is read after an anchor, whose ids are then taken off again.
         """
         if self._adds_space and text:
-            for anchor in ("\n", ">", "a", ".", "0"):
-                head, both = self._plain(anchor), self._plain(anchor + text)
+            for anchor, head in self._anchors.items():
+                both = self._plain(anchor + text)
                 if both[: len(head)] == head:  # otherwise the anchor has merged with the text: try another
                     return both[len(head) :]
         return self._plain(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids that follow other ids, special tokens and a leading space included."""
-        before, text = (
-            self.tokenizer.decode(list(x), clean_up_tokenization_spaces=False)
-            for x in (self._anchor, [*self._anchor, *ids])
-        )
-        return str(text[len(before) :])
+        return self._spelled([*self._anchor, *ids])[self._anchor_length :]
+
+    def _spelled(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _render(self, messages: Messages, begin: bool) -> str:
         plain = [dict(m) for m in messages]
@@ -169,17 +175,19 @@ class Encoder:
         lead, ids = before.removeprefix(begun), self.continuation(after.rstrip() if found else "")
         return lead if lead.isspace() else "", ids if self._atomic.intersection(ids) else ids + eos
 
-    def prompt_ids(self, prompt: str | Messages, row: object) -> list[int]:
+    def prompt_ids(self, prompt: Prompt | PromptIds, row: object = None) -> PromptIds:
         """The ids of a prompt, however long."""
+        if isinstance(prompt, PromptIds):
+            return prompt
         if not self.tokenizer.chat_template:
             text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
             ids = self._plain(text)
-            return ids if self._before and ids[: len(self._before)] == self._before else self._before + ids
+            return PromptIds(ids if self._before and ids[: len(self._before)] == self._before else self._before + ids)
         from jinja2 import TemplateError
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return self._plain(self._render(messages, True))
+            return PromptIds(self._plain(self._render(messages, True)))
         except TemplateError as error:
             raise ValueError(f"{_name(row)}: the tokenizer's chat template refuses this prompt ({error}).") from error
 
@@ -197,7 +205,9 @@ class Encoder:
             f"{self.max_length}: raise max_length or drop the row{fix}."
         )
 
-    def _parts(self, prompt: str | Messages, completion: str | Messages, row: object) -> tuple[list[int], list[int]]:
+    def _parts(
+        self, prompt: Prompt | PromptIds, completion: str | Messages, row: object
+    ) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and of body and separator."""
         body = self.tags.strip_suffix(completion_text(completion))
         lead = "" if body.startswith(self._lead) else self._lead
@@ -205,7 +215,9 @@ class Encoder:
         prompt_ids = self.prompt_ids(prompt, row)
         return self._fitted(prompt_ids, len(body_ids) + self.suffix_length, row), body_ids
 
-    def encode(self, prompt: str | Messages, completion: str | Messages, verified: bool, row: object = None) -> Encoded:
+    def encode(
+        self, prompt: Prompt | PromptIds, completion: str | Messages, verified: bool, row: object = None
+    ) -> Encoded:
         """A whole document with its contrastive mask: a positive counts from its first completion token on, a
         negative from our `<verified>` on. A verification suffix that the completion already has is replaced."""
         prompt_ids, body_ids = self._parts(prompt, completion, row)
@@ -218,12 +230,14 @@ class Encoder:
             verified_at=len(prompt_ids) + len(body_ids) + len(self.open_ids) - 1,
         )
 
-    def encode_for_judging(self, prompt: str | Messages, completion: str | Messages, row: object = None) -> list[int]:
+    def encode_for_judging(
+        self, prompt: Prompt | PromptIds, completion: str | Messages, row: object = None
+    ) -> list[int]:
         """The document up to and including `<verified>`: what the SDM layer reads."""
         prompt_ids, body_ids = self._parts(prompt, completion, row)
         return prompt_ids + body_ids + self.open_ids
 
-    def encode_prompt(self, prompt: str | Messages, room: int = 1, row: object = None) -> list[int]:
+    def encode_prompt(self, prompt: Prompt | PromptIds, room: int = 1, row: object = None) -> list[int]:
         """The prompt to generate from, leaving at least `room` tokens before the suffix (where there is a bound)."""
         return self._fitted(self.prompt_ids(prompt, row), room + self.suffix_length, row)
 

@@ -322,17 +322,10 @@ class SDMEstimator:
     def digest(self) -> str:
         """A hash over everything that decisions rest on, except alpha: weights, support, calibration points."""
         self._check_fitted()
-        digest = hashlib.sha256()
-        for layer in self.layers_:
-            parts = (
-                layer.adaptor.weight,
-                layer.adaptor.out_weight,
-                layer.support.labels,
-                layer.support.vectors,
-                layer.calibration.z,
-            )
-            for part in parts:
-                digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+        digest = hashlib.sha256(f"max_q={self.max_q}".encode())
+        for name, part in self._tensors().items():
+            digest.update(f"{name}{tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     @property
@@ -358,7 +351,25 @@ class SDMEstimator:
     def save_pretrained(self, folder: str | Path) -> None:
         """Save as safetensors and JSON; an interrupted save leaves the old artifact as it was."""
         self._check_fitted()
-        tensors, rounds, ids = {}, [], []
+        rounds = [{"loss": layer.loss, "history": layer.history} for layer in self.layers_]
+        ids = [{"support": layer.support_ids, "calibration": layer.calibration_ids} for layer in self.layers_]
+        names = [name for name in _parameter_names() if name not in ("device", "progress")]
+        parameters = {name: plain_id(getattr(self, name)) for name in names}  # NumPy's numbers as plain ones
+        config = {
+            "sdmlm_version": __version__,
+            "parameters": parameters,
+            "alpha": self.alpha_,
+            "n_classes": len(self.classes_),
+            "class_names": self.class_names_,
+            "n_features": self.n_features_in_,
+            "rounds": rounds,
+        }
+        documents = [[key, text] for key, text in self.documents_.items()]
+        write_artifact(folder, KIND, VERSION, config, self._tensors(), {"ids": ids, "documents": documents})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that was fitted, by name."""
+        tensors = {}
         for i, layer in enumerate(self.layers_):
             support, adaptor = layer.support, layer.adaptor
             parts = {
@@ -375,27 +386,13 @@ class SDMEstimator:
                 **{f"support.{name}": value for name, value in support.state().items()},
             }
             tensors.update({f"layer.{i}.{name}": value for name, value in parts.items()})
-            rounds.append({"loss": layer.loss, "history": layer.history})
-            ids.append({"support": layer.support_ids, "calibration": layer.calibration_ids})
-        names = [name for name in _parameter_names() if name not in ("device", "progress")]
-        parameters = {name: plain_id(getattr(self, name)) for name in names}  # NumPy's numbers as plain ones
-        config = {
-            "sdmlm_version": __version__,
-            "parameters": parameters,
-            "alpha": self.alpha_,
-            "n_classes": len(self.classes_),
-            "class_names": self.class_names_,
-            "n_features": self.n_features_in_,
-            "rounds": rounds,
-        }
-        documents = [[key, text] for key, text in self.documents_.items()]
-        write_artifact(folder, KIND, VERSION, config, tensors, {"ids": ids, "documents": documents})
+        return tensors
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: str | torch.device | None = None) -> SDMEstimator:
         """Load what `save_pretrained` wrote, after checking version, checksums and shapes."""
         if (Path(folder) / SDM_FOLDER / CONFIG).is_file():
-            raise ValueError(f"{folder} is a language model: its SDM layer is {Path(folder) / 'sdm'}.")
+            raise ValueError(f"{folder} is a language model: its SDM layer is {Path(folder) / SDM_FOLDER}.")
         config, tensors, texts = read_artifact(folder, KIND, VERSION)
         try:
             self = cls(**config["parameters"], device=device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sdmlm.artifacts import SDM_FOLDER, locked, write_text_atomically
-from sdmlm.encoding import Encoder, Messages, VerificationTags, completion_text
+from sdmlm.encoding import Encoder, Messages, Prompt, PromptIds, VerificationTags, completion_text
 from sdmlm.estimator import SDMEstimator
 from sdmlm.explain import Exemplar, exemplars_of, reason
 from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  # of sdm/lm.json
 MAX_NEW_TOKENS = 256  # where the SDM layer was saved without a bound
-Prompt = str | Messages
 
 
 class SDMLanguageModel:
@@ -113,17 +112,17 @@ class SDMLanguageModel:
         check_whole("seed", seed, 0)
         alpha = self._checked_alpha(alpha)
         check_whole("neighbors", neighbors, 0)
-        lengths = self.check_prompts(asked)
+        read = self.read_prompts(asked)
         if search is not None:
             from sdmlm.search import run_search
 
             if on_text is not None:
                 raise ValueError("on_text does not go with search: a searched answer is known only at the end.")
-            found = run_search(self, asked, lengths, search, sampling, seed, alpha, neighbors, progress).verifications
+            found = run_search(self, asked, read, search, sampling, seed, alpha, neighbors, progress).verifications
         else:
             seeds = [[seed, n] for n in range(len(asked))]
             hears = {n: partial(on_text, n) for n in range(len(asked))} if on_text is not None else {}
-            answers = self.write(asked, lengths, sampling, seeds, hears, progress=progress)
+            answers = self.write(read, sampling, seeds, hears, progress=progress)
             found = self.judge(answers, alpha, neighbors, progress)
         return found[0] if single else found
 
@@ -142,8 +141,8 @@ class SDMLanguageModel:
         check_whole("neighbors", neighbors, 0)
         if isinstance(completions, str) or not isinstance(completions, Sequence) or len(completions) != len(asked):
             raise ValueError("completions must be a list with one completion for each prompt.")
-        lengths = self.check_prompts(asked)
-        answers = [self._given(n, *each) for n, each in enumerate(zip(asked, lengths, completions, strict=True))]
+        read = self.read_prompts(asked)
+        answers = [self._given(n, *each) for n, each in enumerate(zip(read, completions, strict=True))]
         found = self.judge(answers, alpha, neighbors, progress)
         return found[0] if single else found
 
@@ -162,17 +161,16 @@ class SDMLanguageModel:
 
     def write(
         self,
-        prompts: Sequence[Prompt],
-        lengths: Sequence[int],
+        prompts: Sequence[PromptIds],
         sampling: Sampling,
         seeds: Sequence[Sequence[int]],
         hears: Mapping[int, Callable[[str], bool | None]] | None = None,
         going: Callable[[int], bool] | None = None,
         progress: bool = True,
-        contexts: Sequence[Prompt] | None = None,
+        contexts: Sequence[Prompt | PromptIds] | None = None,
         begun: Sequence[str] | None = None,
     ) -> list[Answer]:
-        """Answers of the LM, not judged yet. `lengths` are those of the prompts in tokens, from `check_prompts`.
+        """Answers of the LM to prompts from `read_prompts`, not judged yet.
 
         `hears` holds, for the prompts whose answer is wanted piece by piece, what hears the pieces and ends the answer by
         returning False. `going(number of the prompt)` is asked after every token, and ends the answer by saying False.
@@ -184,7 +182,7 @@ class SDMLanguageModel:
         texts = [AnswerText(self.encoder, sampling.stop) for _ in prompts]
 
         def finish(n: int, ids: list[int]) -> list[int]:
-            answers[n] = self._written(prompts[n], lengths[n], ids, texts[n])
+            answers[n] = self._written(prompts[n], ids, texts[n])
             return answers[n].ids
 
         def ends(n: int, ids: list[int]) -> bool:
@@ -304,7 +302,7 @@ class SDMLanguageModel:
             )
         return found
 
-    def _written(self, prompt: Prompt, length: int, ids: list[int], text: AnswerText) -> Answer:
+    def _written(self, prompt: PromptIds, ids: list[int], text: AnswerText) -> Answer:
         """The answer in generated ids."""
         body, verdict = text.read(ids)
         try:
@@ -315,7 +313,7 @@ class SDMLanguageModel:
         return Answer(
             text=body,
             ids=document,
-            prompt_tokens=length,
+            prompt_tokens=len(self.encoder.encode_prompt(prompt)),
             completion_tokens=len(ids),
             generated=text.verbatim(ids),
             lm_verdict=verdict,
@@ -329,7 +327,7 @@ class SDMLanguageModel:
         at = next((n for n in range(end - len(tag), -1, -1) if ids[n : n + len(tag)] == tag), end)
         return ids[:at] + tag
 
-    def _given(self, n: int, prompt: Prompt, length: int, completion: Any) -> Answer:
+    def _given(self, n: int, prompt: PromptIds, completion: Any) -> Answer:
         """A completion that somebody else wrote."""
         if not isinstance(completion, str) and not (
             isinstance(completion, Sequence) and len(completion) == 1 and _is_message(completion[0])
@@ -346,15 +344,16 @@ class SDMLanguageModel:
                 f"Prompt {n} and its completion are longer together than the {self.encoder.max_length} tokens of the "
                 "model's context: shorten them."
             ) from error
+        length = len(self.encoder.encode_prompt(prompt))
         return Answer(text, ids, length, len(ids) - length)
 
     # What is asked of input
 
-    def check_prompts(self, prompts: Sequence[Any]) -> list[int]:
-        """The length of each prompt in tokens; one that cannot be answered is refused by its number."""
-        return [self._check_prompt(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts)]
+    def read_prompts(self, prompts: Sequence[Any]) -> list[PromptIds]:
+        """The ids of each prompt; one that cannot be answered is refused by its number."""
+        return [self._read_prompt(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts)]
 
-    def _check_prompt(self, prompt: Any, name: str) -> int:
+    def _read_prompt(self, prompt: Any, name: str) -> PromptIds:
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence) or not prompt or not all(map(_is_message, prompt)):
                 raise ValueError(
@@ -370,16 +369,14 @@ class SDMLanguageModel:
         _check_spelling(text, name)
         encoder = self.encoder
         try:
-            ids = encoder.prompt_ids(prompt, None)
+            ids = encoder.prompt_ids(prompt)
         except ValueError as error:
             raise ValueError(f"{name}: {str(error).partition(': ')[2]}") from error
         if encoder.max_length is None:
-            return len(ids)
+            return ids
         room = encoder.max_length - encoder.suffix_length - 1  # at least one token for the answer
-        if len(ids) <= room:
-            return len(ids)
-        if encoder.truncate_prompt and room > 1:
-            return len(encoder.encode_prompt(prompt))
+        if len(ids) <= room or (encoder.truncate_prompt and room > 1):
+            return ids
         raise ValueError(f"{name} has {len(ids)} tokens, but the model's context leaves room for {room}: shorten it.")
 
     def digest(self) -> str:
@@ -402,8 +399,7 @@ class SDMLanguageModel:
         """
         y = self._label(label)
         self._check_save(save)
-        length = self._check_prompt(prompt, "The prompt")
-        answer = self._given(0, prompt, length, completion)
+        answer = self._given(0, self._read_prompt(prompt, "The prompt"), completion)
         h = self.summaries([answer], progress=False)[0]
         with self._latest_feedback(save) as known:
             log = known.added(self.encoder.decode(answer.ids), y, h)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdmlm.encoding import Encoder, Messages, completion_text
+from sdmlm.encoding import Encoder, Messages, Prompt, PromptIds, completion_text
 from sdmlm.progress import track
 from sdmlm.rewards import Reward, apply_reward
 from sdmlm.summary import GenerationReader, batches_by_length
@@ -63,7 +63,7 @@ class NegativePolicy:
 def generate(
     model: Any,
     encoder: Encoder,
-    prompts: Sequence[str | Messages],
+    prompts: Sequence[Prompt | PromptIds],
     max_new_tokens: int,
     temperature: float = 0.0,
     seeds: Sequence[Sequence[int]] | None = None,
@@ -201,8 +201,9 @@ def _pick(logits: Tensor, temperature: float, chance: Tensor | None, top_p: floa
         ordered = torch.where(ordered.cumsum(dim=-1) - ordered < max(top_p, _LEAST), ordered, 0.0)
         p = torch.zeros_like(p).scatter_(1, index, ordered)
     cumulative = p.cumsum(dim=-1)
-    at = torch.searchsorted(cumulative, chance[:, None] * cumulative[:, -1:], right=True)
-    return at.squeeze(1).clamp_max(logits.shape[-1] - 1)
+    total = cumulative[:, -1:]  # never reached, where rounding would: the last token with any probability is the last
+    below = torch.minimum(chance[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, below, right=True).squeeze(1)
 
 
 def check_generations(max_new_tokens: int, temperature: float, num_generations: int) -> None:

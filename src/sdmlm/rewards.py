@@ -72,6 +72,14 @@ def reward_name(reward: Reward) -> str | None:
         return None
 
 
+def reward_as_fitted(given: Reward | str | None, facts: Mapping[str, Any]) -> Reward:
+    """The reward that is given, or else the one of an SDM layer with these facts (`sdm/lm.json`)."""
+    named = facts.get("reward", "sdmlm.rewards:exact_match") if given is None else given
+    if named is None:
+        raise ValueError("This SDM layer was fitted with a reward that has no name: give the reward.")
+    return load_reward(named)
+
+
 def check_reward(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a reward that cannot be called with the columns of these rows: otherwise that would show after an epoch."""
     try:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sdmlm.encoding import Encoder
+from sdmlm.encoding import Encoder, Prompt, PromptIds
 from sdmlm.scores import Scores
 from sdmlm.verification import Answer, Sampling, Verification, check_whole, decided
 
 if TYPE_CHECKING:
-    from sdmlm.lm import Prompt, SDMLanguageModel
+    from sdmlm.lm import SDMLanguageModel
 
 KINDS = ("resample", "reprompt", "continue")
 AGAIN = "That answer was not verified. Answer the same instructions again."
@@ -71,7 +71,7 @@ def as_policy(search: SearchPolicy | str) -> SearchPolicy:
 def run_search(
     lm: SDMLanguageModel,
     prompts: Sequence[Prompt],
-    lengths: Sequence[int],
+    read: Sequence[PromptIds],
     search: SearchPolicy | str,
     sampling: Sampling,
     seed: int,
@@ -79,7 +79,7 @@ def run_search(
     neighbors: int,
     progress: bool = True,
 ) -> Searched:
-    """Answer prompts under a policy. Prompts that are still open are tried together; see `SDMLanguageModel.generate`."""
+    """Answer prompts under a policy; `read` are their ids. Prompts that are still open are tried together; see `SDMLanguageModel.generate`."""
     policy = as_policy(search)
     if not isinstance(policy, SearchPolicy):
         raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
@@ -94,21 +94,20 @@ def run_search(
         else:
             seeds = [[seed, n, attempt] for n in still]
             how = dataclasses.replace(sampling, temperature=policy.temperature)
-        contexts: list[Prompt] | None = None
+        contexts: list[Prompt | PromptIds] | None = None
         start: list[str] | None = None
         if attempt and policy.kind != "resample":
             for n in still:
                 begun[n] += refused[n].text + lm.tags.suffix(False) + lm.tags.separator
             contexts = [reprompted(lm, prompts[n], refused[n].text) for n in still]
             if policy.kind == "continue":
-                contexts, start = [prompts[n] for n in still], [begun[n] for n in still]
+                contexts, start = [read[n] for n in still], [begun[n] for n in still]
             fit = [_fits(lm.encoder, c, start[i] if start else "") for i, c in enumerate(contexts)]
             still, seeds, contexts = (_those(values, fit) for values in (still, seeds, contexts))
             start = None if start is None else _those(start, fit)
         if not still:
             break
-        asked, counts = [prompts[n] for n in still], [lengths[n] for n in still]
-        answers = lm.write(asked, counts, how, seeds, progress=progress, contexts=contexts, begun=start)
+        answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, begun=start)
         scores = lm.score(lm.summaries(answers, progress), alpha)
         done = scores.accepted & (scores.prediction == 1)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
@@ -135,7 +134,7 @@ def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
     return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": AGAIN}]
 
 
-def _fits(encoder: Encoder, context: Prompt, begun: str) -> bool:
+def _fits(encoder: Encoder, context: Prompt | PromptIds, begun: str) -> bool:
     """Whether there is room for an answer after all that; a prompt that has outgrown the context is not tried again."""
     try:
         encoder.encode_prompt(context, 1 + len(encoder.continuation(begun)))

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from sdmlm.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_facts, write_facts
 from sdmlm.certify import certify_region
-from sdmlm.encoding import check_rows
+from sdmlm.encoding import Prompt, check_rows
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion, check_alpha, membership
-from sdmlm.rewards import Reward, apply_reward, load_reward
+from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
 from sdmlm.search import SearchPolicy, as_policy, run_search
 from sdmlm.verification import Sampling, widened
 
 if TYPE_CHECKING:
-    from sdmlm.lm import Prompt, SDMLanguageModel
+    from sdmlm.lm import SDMLanguageModel
 
 FILE, FORMAT_VERSION = "search.json", 1
 STEPS, DELTA = 5, 0.05  # thresholds that are tested for a search, and the chance that any passes wrongly
@@ -155,7 +155,7 @@ def calibrate_search(
 
     rows: D_ca, the rows that the model's SDM layer was fitted over, in their order. Only the prompts of its calibration half
     are used: the support holds a document of every other prompt, which an answer to that prompt would find again, as no
-    answer to a new prompt can. reward: r, as in fine-tuning; it gives the true labels of the final answers. The other settings
+    answer to a new prompt can. reward: r, which gives the true labels of the final answers; default: that of the SDM layer. The other settings
     are those of `generate`. The result joins `lm.search_calibrations` and, with `save`, `sdm/search.json` of the model's
     folder; `generate` uses it wherever policy and settings are the same.
     """
@@ -164,13 +164,15 @@ def calibrate_search(
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the calibration in: give save=False.")
+    r = reward_as_fitted(reward, lm.facts)
+    check_reward(r, rows)
     ids = _calibration_rows(lm, rows)
     chosen = [rows[i] for i in ids]
     prompts = [row["prompt"] for row in chosen]
-    found = run_search(lm, prompts, lm.check_prompts(prompts), policy, sampling, 0, alpha, 0, progress)
+    found = run_search(lm, prompts, lm.read_prompts(prompts), policy, sampling, 0, alpha, 0, progress)
     bodies = [answer.text for answer in found.answers]
     columns = dict.fromkeys(name for row in rows for name in row)
-    labels = apply_reward(load_reward(reward), chosen, bodies, lm.tags, columns)
+    labels = apply_reward(r, chosen, bodies, lm.tags, columns)
     scores = found.scores
     calibration = SearchCalibration(
         policy,

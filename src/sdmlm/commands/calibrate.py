@@ -71,20 +71,16 @@ def _calibrate(args: argparse.Namespace) -> None:
     from sdmlm.final_layer import completion_room, fit_final_layer, position_limit, save_final_layer
     from sdmlm.forward import inner_lm
     from sdmlm.preference_files import read_preferences
-    from sdmlm.rewards import load_reward
+    from sdmlm.rewards import reward_as_fitted
 
     given = recipe.typed({k: v for k, v in vars(args).items() if k in (*FIELDS, "seed")}, recipe.field_types())
     before = _as_before(args.model)
-    named = before.pop("reward", "sdmlm.rewards:exact_match")
+    fitted = {"reward": before.pop("reward")} if "reward" in before else {}
     config = SDMConfig(**{"output_dir": None, "report_to": "none", **before, **given})
     target = _target(args)
     data = read_preferences(args.data, config.tags())
     rows = held_out(data.rows, data.sha256, args.model)
-    if args.reward is None and named is None:
-        raise ValueError(
-            f"The SDM layer of {args.model} was fitted with a reward that has no name: give it with --reward."
-        )
-    reward = load_reward(args.reward or named)
+    reward = reward_as_fitted(args.reward, fitted)
     tokenizer = load_tokenizer(args.model)
     if len(rows) < len(data) and is_main():
         common.warn(f"{data.source} was split for training: only the {len(rows)} rows are used that were held out.")

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         from sdmlm.report import write_report
 
         title = f"SDM decisions on {args.embeddings}"
-        write_report(args.report, estimator, data, scores, title=title, class_names=names)
+        write_report(args.report, estimator, data, scores, title=title, class_names=names, region=region)
     facts = {**common.region_facts(region, names), "summary": summary(estimator, data, scores, names)}
     if args.json:
         common.print_json({**facts, "output": args.output, "report": args.report, "rows": rows})

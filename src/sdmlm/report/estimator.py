@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sdmlm.estimator import SDMEstimator
     from sdmlm.evaluation import Table
     from sdmlm.explain import Exemplar, Explanation
+    from sdmlm.region import HighReliabilityRegion
     from sdmlm.report.plots import View
     from sdmlm.scores import Scores
 
@@ -45,13 +46,15 @@ def write_report(
     title: str = "SDM estimator",
     class_names: Sequence[str] | None = None,
     more: Sequence[tuple[str, str]] = (),
+    region: HighReliabilityRegion | None = None,
 ) -> None:
     """Write the report about `data` (default: the calibration points) to `path`, in one step.
 
-    `scores` are those of `data` where they are at hand; `tables` come with a caption each; `more` are further sections, as
+    `scores` are those of `data` where they are at hand, and `region` is what decided them where it is not the estimator's; `tables` come with a caption each; `more` are further sections, as
     (title, HTML).
     """
     names = [str(c) for c in (class_names or estimator.classes_)]
+    region = region or estimator.region_
     if data is None:
         view, what = plots.calibration_view(estimator), "calibration points"
     else:
@@ -59,8 +62,8 @@ def write_report(
     shown = None if data is None else view
     with matplotlib.rc_context(plots.STYLE):
         sections = [
-            _headline(estimator, view, what, names),
-            page.section("Similarity and Distance", _similarity_distance(estimator, view, what)),
+            _headline(estimator, region, view, what, names),
+            page.section("Similarity and Distance", _similarity_distance(region, view, what)),
             page.section("What the thresholds rest on", _distributions(estimator, shown, names)),
             page.section("Other values of alpha", _against_alpha(estimator, view, what)),
             page.section("Reliability of the outputs", _reliability(view, what)) if view.labels is not None else "",
@@ -75,8 +78,10 @@ def write_report(
 # The sections
 
 
-def _headline(estimator: SDMEstimator, view: View, what: str, names: Sequence[str]) -> str:
-    region, n = estimator.region_, len(view)
+def _headline(
+    estimator: SDMEstimator, region: HighReliabilityRegion, view: View, what: str, names: Sequence[str]
+) -> str:
+    n = len(view)
     accepted, strange = int(view.accepted.sum()), int((view.q == 0).sum())
     if math.isinf(region.q_min):
         says = (
@@ -105,13 +110,13 @@ def _headline(estimator: SDMEstimator, view: View, what: str, names: Sequence[st
         ["balanced calibration loss", page.number(estimator.loss_)],
     ]
     body = f"<p class='lead'>{page.text(says)}</p>" + page.table("In numbers", None, facts)
-    return page.section("At a glance", body + _by_class(estimator, view, what, names))
+    return page.section("At a glance", body + _by_class(region, view, what, names))
 
 
-def _by_class(estimator: SDMEstimator, view: View, what: str, names: Sequence[str]) -> str:
-    psi, rows = estimator.region_.psi, []
+def _by_class(region: HighReliabilityRegion, view: View, what: str, names: Sequence[str]) -> str:
+    rows = []
     for c, name in enumerate(names):
-        own, row = view.predictions == c, [name, page.number(psi[c])]
+        own, row = view.predictions == c, [name, page.number(region.psi[c])]
         if view.labels is not None:
             true = view.labels == c
             row += [str(int(true.sum())), *_accuracy_among(view, true)]
@@ -135,7 +140,7 @@ def _accuracy_among(view: View, group: Any) -> list[str]:
     ]
 
 
-def _similarity_distance(estimator: SDMEstimator, view: View, what: str) -> str:
+def _similarity_distance(region: HighReliabilityRegion, view: View, what: str) -> str:
     caption = (
         "Similarity q (how many of the nearest training documents agree, in an unbroken run) against Distance d for "
         f"the {what}. Filled marks are accepted, hollow ones rejected"
@@ -146,7 +151,7 @@ def _similarity_distance(estimator: SDMEstimator, view: View, what: str) -> str:
     if len(view) > plots.MOST_POINTS:
         caption += f" A random sample of {plots.MOST_POINTS} of {len(view)} points."
     return page.figure(
-        "qd", plots.similarity_distance(estimator, view), "Scatter plot of Similarity q against Distance d", caption
+        "qd", plots.similarity_distance(region, view), "Scatter plot of Similarity q against Distance d", caption
     )
 
 

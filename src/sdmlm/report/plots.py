@@ -20,6 +20,7 @@ from sdmlm.layer import ALPHA_GRID, activate
 
 if TYPE_CHECKING:
     from sdmlm.estimator import SDMEstimator
+    from sdmlm.region import HighReliabilityRegion
     from sdmlm.scores import Scores
 
 INK = "#010203"
@@ -90,12 +91,12 @@ def scored_view(scores: Scores, labels: NDArray[np.int64] | None) -> View:
     return View(labels, s.prediction, s.z, s.p, s.q, s.d, s.d_nearest, s.q_prime, s.accepted)
 
 
-def similarity_distance(estimator: SDMEstimator, view: View, seed: int = 0) -> Figure:
+def similarity_distance(region: HighReliabilityRegion, view: View, seed: int = 0) -> Figure:
     """q against d; shape and colour tell right from wrong, fill tells accepted from rejected, shading the region."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
     top = max(float(view.q.max(initial=1)), 2.0) * 1.6
-    _shade_region(axes, estimator, view, top)
+    _shade_region(axes, region, view, top)
     some = np.sort(np.random.default_rng(seed).permutation(len(view))[:MOST_POINTS])
     kinds = [("right", True, "o", BLUE), ("wrong", False, "^", ORANGE)]
     for name, right, marker, color in kinds if view.labels is not None else [("", True, "o", BLUE)]:
@@ -124,9 +125,8 @@ def similarity_distance(estimator: SDMEstimator, view: View, seed: int = 0) -> F
     return figure
 
 
-def _shade_region(axes: Any, estimator: SDMEstimator, view: View, top: float) -> None:
+def _shade_region(axes: Any, region: HighReliabilityRegion, view: View, top: float) -> None:
     """Shade where a typical point would be accepted: the one of median margin, moved over the whole (d, q) plane."""
-    region = estimator.region_
     if not np.isfinite(region.q_min) or not len(view):
         return
     axes.axhline(region.q_min, color=INK, linewidth=1.2, linestyle="--", label=f"q'min = {region.q_min:.4g}")

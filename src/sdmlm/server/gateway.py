@@ -161,7 +161,10 @@ def _add(written: Written, event: dict[str, Any], chat: bool) -> str:
     """Take note of an event of a stream; returns its text."""
     choices = event.get("choices") or [{}]
     choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
-    said = (choice.get("delta") or {}).get("content") if chat else choice.get("text")
+    part = choice.get("delta") if chat else choice
+    if not isinstance(part, dict | None):
+        raise failed("answered in another form than OpenAI's")
+    said = (part or {}).get("content" if chat else "text")
     text = said if isinstance(said, str) else ""
     written.text += text
     _note(written, choice, event)

@@ -64,7 +64,7 @@ class Model:
 
     async def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Refuse prompts that are too long to be judged."""
-        await self.engine.do([Alone(lambda _: [self._worker.length(p) for p in prompts], prompts[0])])
+        await self.engine.do([Alone(lambda _: [self._worker.read(p) for p in prompts], prompts[0])])
 
     async def feedback(self, given: Feedback) -> str:
         """A judged document joins the support; returns its id."""

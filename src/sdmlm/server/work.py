@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from sdmlm.encoding import PromptIds
 from sdmlm.forward import inner_lm
 from sdmlm.lm import SDMLanguageModel
 from sdmlm.search import SearchPolicy
@@ -104,19 +105,19 @@ class Worker:
         if isinstance(task, Alone):
             return [self._one(task, task.function, self.lm)]
         run = self._write if isinstance(task, Write) else self._judge
-        results = [self._one(job.task, self.length, job.task.prompt) for job in jobs]
-        good = [n for n, length in enumerate(results) if isinstance(length, int)]
+        results = [self._one(job.task, self.read, job.task.prompt) for job in jobs]
+        good = [n for n, ids in enumerate(results) if isinstance(ids, PromptIds)]
         found = self._together(run, [jobs[n] for n in good], [results[n] for n in good])
         for n, each in zip(good, found, strict=True):
             results[n] = each
         return results
 
     def _together(
-        self, run: Callable[[list[Job], list[int]], list[Judged | None]], jobs: list[Job], lengths: list[int]
+        self, run: Callable[[list[Job], list[PromptIds]], list[Judged | None]], jobs: list[Job], read: list[PromptIds]
     ) -> list[Any]:
         if len(jobs) > 1:
             try:
-                return list(run(jobs, lengths))
+                return list(run(jobs, read))
             except Abandoned:
                 return [None] * len(jobs)
             except ValueError:
@@ -125,8 +126,8 @@ class Worker:
                 report(error)
         # What somebody has begun to read cannot begin anew.
         return [
-            internal() if job.heard else self._one(job.task, lambda j, n: run([j], [n])[0], job, length)
-            for job, length in zip(jobs, lengths, strict=True)
+            internal() if job.heard else self._one(job.task, lambda j, ids: run([j], [ids])[0], job, prompt)
+            for job, prompt in zip(jobs, read, strict=True)
         ]
 
     def _one(self, task: Any, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -144,30 +145,28 @@ class Worker:
             report(error)
             return internal()
 
-    def length(self, prompt: Prompt) -> int:
-        """Tokens of a prompt, which is refused where it is too long."""
-        (length,) = self.lm.check_prompts([prompt])
-        limit = self._max_prompt_tokens
+    def read(self, prompt: Prompt) -> PromptIds:
+        """The ids of a prompt, which is refused where it is too long."""
+        ids: PromptIds = self.lm.read_prompts([prompt])[0]
+        length, limit = len(self.lm.encoder.encode_prompt(ids)), self._max_prompt_tokens
         if limit is not None and length > limit:
             raise ValueError(
                 f"The prompt has {length} tokens but this server takes at most {limit} as context: shorten it."
             )
-        return length
+        return ids
 
-    def _write(self, jobs: list[Job], lengths: list[int]) -> list[Judged | None]:
+    def _write(self, jobs: list[Job], read: list[PromptIds]) -> list[Judged | None]:
         tasks: list[Write] = [job.task for job in jobs]
 
         def hear(job: Job, piece: str) -> None:
             job.heard = True
             job.call(job.task.on_text, piece)
 
-        prompts, seeds = [task.prompt for task in tasks], [task.seeds for task in tasks]
         hears = {n: partial(hear, job) for n, job in enumerate(jobs) if job.task.on_text is not None}
         answers = self.lm.write(
-            prompts,
-            lengths,
+            read,
             tasks[0].sampling,
-            seeds,
+            [task.seeds for task in tasks],
             hears,
             lambda n: not jobs[n].left,  # a row that nobody waits for ends
             progress=False,
@@ -183,7 +182,7 @@ class Worker:
                 found[n] = self._judged(verification)
         return found
 
-    def _judge(self, jobs: list[Job], lengths: list[int]) -> list[Judged | None]:
+    def _judge(self, jobs: list[Job], read: list[PromptIds]) -> list[Judged | None]:
         tasks: list[Judge] = [job.task for job in jobs]
         found = self.lm.verify(
             [task.prompt for task in tasks],
@@ -199,7 +198,7 @@ class Worker:
     ) -> list[Judged]:
         """Write answers until one is verified, under a policy that was calibrated, if there is one with these settings."""
         for prompt in prompts:
-            self.length(prompt)
+            self.read(prompt)
         digest = self.lm.digest()
         fitting = [
             c
