@@ -25,7 +25,7 @@ bench: $(READY)  ## speed and memory as ratios; writes benchmarks/results/
 	$(BIN)/python benchmarks/estimator.py  # benchmarks/training.py needs a model and sentences: see its text
 
 clean:
-	rm -rf .venv runs build src/*.egg-info
+	rm -rf .venv build src/*.egg-info
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -540,7 +540,7 @@ def test_calibrate_again_takes_over_the_reward_and_the_room_for_answers(
     assert before["estimator_sha256"] == after["estimator_sha256"]
     write_facts(Path("again/sdm/lm.json"), {**after, "reward": None})
     message = fails(capsys, "calibrate", "again", "--data", "rows.jsonl", "--force")
-    assert "fitted with a reward that has no name: give it with --reward" in message
+    assert "fitted with a reward that has no name: give one (--reward)" in message
 
 
 # Bad input

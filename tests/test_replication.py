@@ -188,10 +188,20 @@ def test_runs_are_read_with_their_names_and_history(tmp_path: Path) -> None:
     assert read_runs(tmp_path / "nothing") == []
 
 
-def test_tasks_are_found_by_name() -> None:
+def test_tasks_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_task("word_ordering") is word_ordering
-    with pytest.raises(ValueError, match=r"There is no task 'crosswords' \(known: .*word_ordering"):
+    with pytest.raises(ValueError, match=r"Task 'crosswords' \(known here: .*word_ordering\): there is no module"):
         load_task("crosswords")
+    # One of the user's own, beside their recipe
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_own_task.py").write_text(
+        "REFERENCE = 'x'\ndef answer(text): return text\ndef reward(**_): return []"
+    )
+    assert load_task("my_own_task").answer("a") == "a"
+    (tmp_path / "my_half_task.py").write_text("REFERENCE = 'x'\ndef reward(**_): return []")
+    with pytest.raises(ValueError, match=r"Task 'my_half_task' .*: the module has no answer"):
+        load_task("my_half_task")
 
 
 def test_rows_without_the_reference_are_refused() -> None:

@@ -333,7 +333,7 @@ def test_without_a_reward_a_calibration_takes_that_of_the_sdm_layer(lm: SDMLangu
     assert calibrated().labels == other
     assert calibrated("sdmlm.rewards:exact_match").labels == exact
     lm.facts["reward"] = None
-    with pytest.raises(ValueError, match="a reward that has no name: give the reward"):
+    with pytest.raises(ValueError, match="a reward that has no name: give one"):
         calibrated()
     with pytest.raises(ValueError, match="cannot be called with the columns"):
         calibrated(lambda prompts, completions: [])

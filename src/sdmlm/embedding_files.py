@@ -151,7 +151,9 @@ def _read_parquet(path: Path) -> dict[str, Any]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError('Reading .parquet needs pyarrow: pip install "sdmlm[parquet]".') from error
+        raise ValueError(
+            'Reading .parquet needs pyarrow: install the extra parquet (in a clone: pip install -e ".[parquet]").'
+        ) from error
     try:
         table = pyarrow.parquet.read_table(path)
     except (OSError, ValueError) as error:

@@ -42,7 +42,7 @@ print(answer.text, answer.verified, answer.reason)
 lm.verify("...", "an answer written by anyone")
 ```
 
-`pip install "sdmlm[lm]"`. `AutoModelForCausalLM.from_pretrained` opens the model too, without verdicts.
+This needs sdmlm with its extra `lm`. `AutoModelForCausalLM.from_pretrained` opens the model too, without verdicts.
 """
 
 LIMITS = """\

@@ -89,7 +89,9 @@ def _read_parquet(source: str, content: bytes) -> list[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError('Reading .parquet needs pyarrow: pip install "sdmlm[parquet]".') from error
+        raise ValueError(
+            'Reading .parquet needs pyarrow: install the extra parquet (in a clone: pip install -e ".[parquet]").'
+        ) from error
     try:
         rows: list[Row] = pyarrow.parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
     except (OSError, ValueError) as error:

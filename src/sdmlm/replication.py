@@ -99,13 +99,19 @@ class Evaluation:
 
 
 def load_task(name: str) -> Any:
-    """A module of `sdmlm.tasks` by its name."""
+    """A task: a module of `sdmlm.tasks` by its name, or one of the user's own (`reward`, `answer` and REFERENCE in it)."""
     import sdmlm.tasks
+    from sdmlm.rewards import load_module
 
     known = [module.name for module in pkgutil.iter_modules(sdmlm.tasks.__path__)]
-    if name not in known:
-        raise ValueError(f"There is no task {name!r} (known: {', '.join(known)}).")
-    return importlib.import_module(f"sdmlm.tasks.{name}")
+    if name in known:
+        return importlib.import_module(f"sdmlm.tasks.{name}")
+    what = f"Task {name!r} (known here: {', '.join(known)})"
+    task = load_module(name, what)
+    for part in ("reward", "answer", "REFERENCE"):
+        if not hasattr(task, part):
+            raise ValueError(f"{what}: the module has no {part}.")
+    return task
 
 
 def evaluate(

@@ -46,21 +46,24 @@ def load_reward(reward: str | Reward | None) -> Reward:
     module_name, colon, function_name = reward.partition(":")
     if not (module_name and colon and function_name):
         raise ValueError(f"Reward {reward!r} is not of the form 'module:function'.")
-    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there by itself
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"Reward {reward!r}: there is no module {error.name!r} to import.") from error
-    except Exception as error:  # whatever that module does
-        raise ValueError(
-            f"Reward {reward!r}: importing {module_name!r} fails ({type(error).__name__}: {error})."
-        ) from error
+    function = load_module(module_name, f"Reward {reward!r}")
     for name in function_name.split("."):
         function = getattr(function, name, None)
     if not callable(function):
         raise ValueError(f"Reward {reward!r}: module {module_name!r} has no function {function_name!r}.")
     return function  # type: ignore[no-any-return]
+
+
+def load_module(name: str, what: str) -> Any:
+    """A module that the user names, found as `python -m` finds it; `what` begins the error where it cannot be had."""
+    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there by itself
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what}: there is no module {error.name!r} to import.") from error
+    except Exception as error:  # whatever that module does
+        raise ValueError(f"{what}: importing {name!r} fails ({type(error).__name__}: {error}).") from error
 
 
 def reward_name(reward: Reward) -> str | None:
@@ -76,7 +79,7 @@ def reward_as_fitted(given: Reward | str | None, facts: Mapping[str, Any]) -> Re
     """The reward that is given, or else the one of an SDM layer with these facts (`sdm/lm.json`)."""
     named = facts.get("reward", "sdmlm.rewards:exact_match") if given is None else given
     if named is None:
-        raise ValueError("This SDM layer was fitted with a reward that has no name: give the reward.")
+        raise ValueError("This SDM layer was fitted with a reward that has no name: give one (--reward).")
     return load_reward(named)
 
 

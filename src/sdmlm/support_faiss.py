@@ -19,7 +19,9 @@ from sdmlm.support import SupportMatch, SupportSet
 try:
     import faiss
 except ImportError as error:
-    raise ValueError('index="faiss" needs the faiss package: pip install "sdmlm[faiss]".') from error
+    raise ValueError(
+        'index="faiss" needs the faiss package: install the extra faiss (in a clone: pip install -e ".[faiss]").'
+    ) from error
 
 
 class FaissSupportSet(SupportSet):

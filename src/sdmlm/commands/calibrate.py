@@ -185,7 +185,7 @@ def require_transformers() -> None:
 
     missing = [name for name in ("transformers", "datasets", "accelerate", "peft") if find_spec(name) is None]
     if missing:
-        raise ValueError(f'{missing[0]} is not installed: pip install "sdmlm[lm]".')
+        raise ValueError(f'{missing[0]} is not installed: install the extra lm (in a clone: pip install -e ".[lm]").')
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # "Loading weights" would stand among our own lines

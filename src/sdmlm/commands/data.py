@@ -113,7 +113,7 @@ def read_sentences(source: str) -> list[str]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{source} is no file here; to look on the Hub, install the extra lm: pip install 'sdmlm[lm]'."
+            f"{source} is no file here; to look on the Hub, install the extra lm (in a clone: pip install -e '.[lm]')."
         ) from error
     try:
         rows = datasets.load_dataset(name, split=split or "train")

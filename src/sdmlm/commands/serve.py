@@ -118,7 +118,9 @@ def require_server() -> None:
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ValueError(f'{missing[0]} is not installed: pip install "sdmlm[serve]".')
+        raise ValueError(
+            f'{missing[0]} is not installed: install the extra serve (in a clone: pip install -e ".[serve]").'
+        )
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -15,7 +15,7 @@ export const OUTCOMES = {
   ood: {
     icon: "ood",
     name: "Out of distribution",
-    text: "Unlike the documents that the model was judged on: a person should look.",
+    text: "The nearest known document speaks for another verdict: a person should look.",
   },
 };
 
@@ -50,11 +50,15 @@ export const outputAtYes = (point) => (point.prediction === 1 ? point.probabilit
 /** An empty region: Algorithm 1 found none (infinity is null in JSON). */
 export const isEmpty = (region) => region.q_min === null;
 
+/** What thresholds give way by, as the server decides (docs/method.md): calibration points lie on them. */
+const leastQ = (region) => region.q_min - Math.min(region.q_min * 1e-4, 0.1);
+const leastOutput = (psi) => psi - Math.min(1e-5, 1e-2 * Math.max(0, 1 - psi));
+
 /** Membership: q' >= q'_min, the predicted class reaches its psi, and no other class does. */
 export function inRegion(region, point) {
-  if (isEmpty(region) || point.q === 0 || point.q_prime < region.q_min) return false;
+  if (isEmpty(region) || point.q === 0 || point.q_prime < leastQ(region)) return false;
   const yes = outputAtYes(point);
-  return [1 - yes, yes].every((output, c) => output >= region.psi[c] === (c === point.prediction));
+  return [1 - yes, yes].every((output, c) => output >= leastOutput(region.psi[c]) === (c === point.prediction));
 }
 
 /** One sentence on the point at another alpha. */
@@ -64,7 +68,7 @@ export function effect(region, point, classes) {
   if (inRegion(region, point)) return `${at} this answer is accepted as “${name}”.`;
   if (point.q === 0) return `${at} this answer is rejected: q = 0, out of distribution at every alpha.`;
   if (isEmpty(region)) return `${at} there is no region, so everything is rejected.`;
-  if (point.q_prime < region.q_min) {
+  if (point.q_prime < leastQ(region)) {
     return `${at} this answer is rejected: q′ ${number(point.q_prime)} is below ${number(region.q_min)}.`;
   }
   const psi = region.psi[point.prediction];
