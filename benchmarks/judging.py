@@ -5,8 +5,9 @@
 MODEL: a Hugging Face folder (docs/results.md uses stories15m). FILE: one sentence a line; the prompts are the paper's word
 ordering. A folder with an SDM layer is measured as it is. Any other gets one over a few rows first: a model that was never
 fine-tuned writes no tag, so each of its answers gets one appended. Both contenders write the same tokens, at batch 32; they
-take turns, plain first and judged first by turns. What judging adds is the median over the rounds of their ratio: machines
-slow down and speed up for seconds at a time, which two neighbours share. For comparison: a second pass over the documents, which is what judging would cost without the states of the
+take turns, plain first and judged first by turns. What judging adds is measured twice: as the median over the rounds of their
+ratio, which carries the noise of the machine, and inside the judged call, as the time in judging (`GenerationReader`, `judge`,
+and passes of the LM beyond those of plain generation) over the rest of the same call. For comparison: a second pass over the documents, which is what judging would cost without the states of the
 generation. Writes benchmarks/results/judging.json.
 """
 
@@ -19,8 +20,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from training import BATCH, word_ordering
@@ -32,9 +35,9 @@ from sdmlm.encoding import Encoder
 from sdmlm.final_layer import fit_final_layer, save_final_layer
 from sdmlm.negatives import generate
 from sdmlm.rewards import exact_match
-from sdmlm.summary import embed_sequences
+from sdmlm.summary import GenerationReader, embed_sequences
 
-NEW_TOKENS, ROUNDS, CALIBRATION = 64, 40, 200
+NEW_TOKENS, ROUNDS, CALIBRATION = 64, 12, 200
 
 
 def sdm_lm(model: str, rows: list[dict[str, str]], folder: str) -> SDMLanguageModel:
@@ -67,6 +70,37 @@ def seconds(job: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - start_cpu
 
 
+def share_of_judging(lm: SDMLanguageModel, plain: Callable[[], Any], judged: Callable[[], Any]) -> float:
+    """Time in judging over the rest of a judged call."""
+    passes: list[float] = []
+    spent = [0.0]
+
+    def timed(function: Callable[..., Any], note: Callable[[float], None]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                note(time.perf_counter() - start)
+
+        return run
+
+    def add(seconds: float) -> None:
+        spent[0] += seconds
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(lm.model, "forward", timed(lm.model.forward, passes.append)))
+        plain()
+        needed = len(passes)
+        passes.clear()
+        for name in ("begin", "step", "keep", "rest", "finish"):
+            stack.enter_context(patch.object(GenerationReader, name, timed(getattr(GenerationReader, name), add)))
+        stack.enter_context(patch.object(lm, "judge", timed(lm.judge, add)))
+        whole, _ = seconds(judged)
+    judging = spent[0] + sum(passes[needed:])
+    return judging / (whole - judging)
+
+
 def measure(lm: SDMLanguageModel, prompts: list[str]) -> dict[str, Any]:
     lm.tokens_per_batch = 10**9  # one batch
 
@@ -84,6 +118,7 @@ def measure(lm: SDMLanguageModel, prompts: list[str]) -> dict[str, Any]:
     def second_pass() -> Any:
         return embed_sequences(lm.model, documents, tokens_per_batch=8192, progress=False)
 
+    shares = [share_of_judging(lm, plain, judged) for _ in range(ROUNDS)]
     jobs: dict[str, Callable[[], Any]] = {"plain": plain, "judged": judged, "second pass": second_pass}
     rounds = []
     for n in range(ROUNDS):
@@ -95,6 +130,7 @@ def measure(lm: SDMLanguageModel, prompts: list[str]) -> dict[str, Any]:
     )
     return {
         **{name: statistics.median(one[name][0] for one in rounds) for name in jobs},
+        "added, inside the call": statistics.median(shares),
         "added": added[1] - 1,
         "added, lower quartile": added[0] - 1,
         "added, upper quartile": added[2] - 1,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import resource
 import subprocess
 import sys
@@ -27,33 +26,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-PROMPT = (
-    "Complete the sentence '{start}' by reordering all of the following without adding new punctuation nor words: '{end}'. "
-    "Only reply with the sentence in the XML <sentence> </sentence> followed by <verified>Yes</verified> if your answer "
-    "correctly addressed the instructions, and <verified>No</verified> if it did not.\n"
-)
+from sdmlm.tasks.word_ordering import make_row
+
 BATCH, STEPS = 32, 9
 
 
 def word_ordering(path: str, n: int) -> list[dict[str, str]]:
-    """n rows of the paper's task, from the first sentences of 6 to 20 words whose last three are all different."""
-    rng, rows = random.Random(0), []
+    """n rows of the paper's task, from the first sentences of 6 to 20 words."""
+    rows: list[dict[str, str]] = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
-        words = line.split()
-        if not 6 <= len(words) <= 20 or len(set(words[-3:])) < 3:
-            continue
-        wrong = words[-3:]
-        while wrong == words[-3:]:
-            rng.shuffle(wrong)
-        start = " ".join(words[:-3])
-        answer = "<sentence>{}</sentence>"
-        rows.append(
-            {
-                "prompt": PROMPT.format(start=start, end=" ".join(wrong)),
-                "chosen": answer.format(line.strip()),
-                "rejected": answer.format(f"{start} {' '.join(wrong)}"),
-            }
-        )
+        if 6 <= len(line.split()) <= 20 and (row := make_row(line)) is not None:
+            rows.append(row)
         if len(rows) == n:
             return rows
     raise SystemExit(f"{path} has only {len(rows)} usable sentences, {n} are needed.")

@@ -233,7 +233,7 @@ def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: P
     known = layer.calibration_vectors[layer.calibration.labels == 1]
 
     def moved() -> float:
-        answers = [lm._given(0, row["prompt"], 4, row["chosen"]) for row in asked]
+        answers = [lm._given(0, lm.encoder.prompt_ids(row["prompt"]), row["chosen"]) for row in asked]
         return float((layer.adaptor(lm.summaries(answers, progress=False))[0] - known).norm(dim=1).mean())
 
     mixed = moved()

@@ -64,7 +64,7 @@ def test_pieces_are_a_growing_part_of_the_answer(encoder: Encoder, written: str)
         heard += text.piece(ids)
         if text.stopped(ids):
             break
-    answer, _ = text.read(ids)
+    answer, _ = text.read(text.verbatim(ids))
     assert answer == read_slowly(written, "end")
     assert answer.startswith(heard)
     assert heard + text.last(answer) == answer
@@ -83,7 +83,7 @@ def test_half_a_character_is_never_heard(written: str) -> None:
         heard += text.piece(ids)
         assert written.startswith(heard)
     assert halves
-    answer, _ = text.read(ids)
+    answer, _ = text.read(text.verbatim(ids))
     assert heard + text.last(answer) == answer == written.split("\n")[0]
 
 
@@ -124,7 +124,7 @@ def test_a_tag_is_never_heard(encoder: Encoder) -> None:
     for i in encoder.continuation("abc\n<verified>Yes</verified>"):
         ids.append(i)
         assert text.piece(ids) in ("", "a", "b", "c")
-    assert text.read(ids) == ("abc", True)
+    assert text.read(text.verbatim(ids)) == ("abc", True)
     assert text.verbatim(ids) == "abc\n<verified>Yes</verified>"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +141,18 @@ class SDMLayer:
         z, found, d = self._signals(x, exclude)
         return sdm(z, found.q, d)
 
-    def score(self, x: Tensor, alpha: float, exclude: Tensor | None = None) -> Scores:
-        """Scores of raw vectors (N, D). A point with exclude >= 0 is one of the training split: its d is by that eCDF."""
+    def score(
+        self,
+        x: Tensor,
+        alpha: float,
+        exclude: Tensor | None = None,
+        regions: Callable[[float], HighReliabilityRegion] | None = None,
+    ) -> Scores:
+        """Scores of raw vectors (N, D). A point with exclude >= 0 is one of the training split: its d is by that eCDF.
+
+        `regions` gives the region at an alpha, where it is not to be the layer's own.
+        """
+        regions = regions or self.region
         z, found, d = self._signals(x, exclude)
         predictions = z.argmax(dim=1)
         p, q_prime = activate(z, found.q, d)
@@ -151,7 +161,7 @@ class SDMLayer:
         d_lower, d_upper = (d - eps).clamp(min=0.0), (d + eps).clamp(max=1.0)
         p_lower, q_prime_lower = activate(z, found.q, d_lower)
         p_upper, q_prime_upper = activate(z, found.q, d_upper)
-        region = self.region(alpha)
+        region = regions(alpha)
         fields = {
             "prediction": predictions,
             "p": p,
@@ -172,7 +182,7 @@ class SDMLayer:
             "accepted_lower": region.contains(q_prime_lower, p_lower, predictions),
         }
         arrays = {name: value.numpy() for name, value in fields.items()}
-        at = self.accepted_at(arrays["q_prime"], arrays["p"], arrays["prediction"], ALPHA_GRID)
+        at = membership([regions(a) for a in ALPHA_GRID], arrays["q_prime"], arrays["p"], arrays["prediction"])
         return Scores(**arrays, highest_alpha=highest_alpha(at))
 
     def accepted_at(self, q_prime: Any, p: Any, predictions: Any, alphas: Iterable[float]) -> NDArray[np.bool_]:

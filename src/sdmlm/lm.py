@@ -30,7 +30,7 @@ from sdmlm.record import copy_record
 from sdmlm.region import HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
 from sdmlm.summary import GenerationReader, embed_sequences
-from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole, decided, widened
+from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole, widened
 
 if TYPE_CHECKING:
     from sdmlm.search import SearchPolicy
@@ -249,7 +249,7 @@ class SDMLanguageModel:
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha of their own: the estimator keeps its."""
         x = self.estimator.matrix(h, "h", self.estimator.n_features_in_, allow_empty=True)
-        return decided(self.estimator.layers_[0].score(x, alpha), self.region, alpha)
+        return self.estimator.layers_[0].score(x, alpha, regions=self.region)
 
     def region(self, alpha: float | None = None) -> HighReliabilityRegion:
         """The high-reliability region that answers are decided by."""
@@ -304,7 +304,8 @@ class SDMLanguageModel:
 
     def _written(self, prompt: PromptIds, ids: list[int], text: AnswerText) -> Answer:
         """The answer in generated ids."""
-        body, verdict = text.read(ids)
+        said = text.verbatim(ids)
+        body, verdict = text.read(said)
         try:
             document = self.encoder.encode_for_judging(prompt, body)
         except ValueError:  # tokens that are more when they are encoded again, and then too many: read as generated
@@ -315,7 +316,7 @@ class SDMLanguageModel:
             ids=document,
             prompt_tokens=len(self.encoder.encode_prompt(prompt)),
             completion_tokens=len(ids),
-            generated=text.verbatim(ids),
+            generated=said,
             lm_verdict=verdict,
             finish_reason="stop" if over else "length",
         )

@@ -123,9 +123,9 @@ class AnswerText:
         end = next((n for n, i in enumerate(ids) if i in self._encoder.stop_ids), len(ids))
         return self._encoder.decode(ids[:end])
 
-    def read(self, ids: Sequence[int]) -> tuple[str, bool | None]:
-        """(answer, the LM's own verdict), up to a stop string."""
-        tags, text = self._encoder.tags, self.verbatim(ids)
+    def read(self, text: str) -> tuple[str, bool | None]:
+        """(answer, the LM's own verdict) in what the LM wrote (`verbatim`), up to a stop string."""
+        tags = self._encoder.tags
         body, verdict = tags.split(text[: self._first_stop(text)])
         begun = overlap(body, tags.separator + tags.open)  # a tag that a limit or a stop string has cut off
         return bare(body[: len(body) - begun] if begun > len(tags.separator) else body, tags), verdict
