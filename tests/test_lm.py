@@ -26,8 +26,10 @@ from sdmlm import lm as lm_module
 from sdmlm.artifacts import read_facts, write_facts
 from sdmlm.encoding import VerificationTags
 from sdmlm.explain import reason
+from sdmlm.final_layer import layer_sha256
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
+from sdmlm.replication import Evaluation, evaluation_file, write_evaluation
 from sdmlm.verification import bare
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
@@ -482,6 +484,26 @@ def test_saving_where_others_save_too_loses_nothing_of_theirs(copied: Path) -> N
     two.feedback("abe=", "abe", True, save=False)
     with pytest.raises(ValueError, match="changed by another process"):
         two.save_pretrained(copied)
+
+
+def test_a_card_says_what_the_model_did_on_test_sets(copied: Path, tmp_path: Path) -> None:
+    y = np.array([1, 1, 0, 1, 0])
+    says = np.array([1, 0, 0, 1, 1])
+    accepted = np.array([True, True, True, False, True])
+    blank = {f.name: np.zeros(5) for f in dataclasses.fields(Evaluation)}
+    columns = {"y": y, "prediction": says, "accepted": accepted, "generated": [""] * 5}
+    done = Evaluation(**{**blank, **columns, "alpha": 0.8, "calibration": {}, "regions": []})
+    layer = layer_sha256(copied / "sdm")
+    write_evaluation(evaluation_file(copied, "mine"), done, {"sdm_sha256": layer})
+    write_evaluation(evaluation_file(copied, "older"), done, {"sdm_sha256": "another"})
+    lm = SDMLanguageModel.from_pretrained(copied)
+    lm.save_pretrained(tmp_path / "new")
+    lines = (tmp_path / "new" / "README.md").read_text().split("\n")
+    assert "| mine | 5 | 60.0% | 0.8 | 80.0% | 50.0% | 40.0% | 50.0% |" in lines
+    assert not any("| older" in line for line in lines)
+    evaluation_file(copied, "mine").write_text("{")  # a card can do without
+    SDMLanguageModel.from_pretrained(copied).save_pretrained(tmp_path / "other")
+    assert "## On test sets" not in (tmp_path / "other" / "README.md").read_text()
 
 
 def test_a_card_that_is_not_ours_stays(copied: Path) -> None:

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__
+from sdmlm.artifacts import SDM_FOLDER
+from sdmlm.final_layer import layer_sha256
 from sdmlm.record import read_record
+from sdmlm.replication import Evaluation, read_evaluations
 
 if TYPE_CHECKING:
     from sdmlm.lm import SDMLanguageModel
@@ -60,7 +63,7 @@ LIMITS = """\
 def model_card(lm: SDMLanguageModel, name: str) -> str:
     """The card of a model of this name, as Markdown."""
     head = HEAD.format(yes=lm.tags.yes, no=lm.tags.no, name=name)
-    parts = [head, _layer(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
+    parts = [head, _layer(lm), _tests(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
     return "\n".join(part for part in parts if part) + f"\n{WRITTEN_BY} {__version__}.\n"
 
 
@@ -118,6 +121,41 @@ def _layer(lm: SDMLanguageModel) -> str:
             "",
         ]
     )
+
+
+def _tests(lm: SDMLanguageModel) -> str:
+    """What the model did on test sets, where `sdmlm replicate` or the demo left that beside it."""
+    found: dict[str, Evaluation] = {}
+    if lm.folder is not None:
+        with contextlib.suppress(OSError, ValueError):  # a card can do without
+            found, _ = read_evaluations(lm.folder, layer_sha256(lm.folder / SDM_FOLDER))
+    rows = []
+    for name, e in found.items():
+        right, yes = e.prediction == e.y, e.accepted & (e.prediction == 1)
+        rows.append(
+            [
+                name,
+                len(e),
+                _share(int(e.y.sum()), len(e)),
+                f"{e.alpha:g}",
+                _share(int(e.accepted.sum()), len(e)),
+                _share(int((right & e.accepted).sum()), int(e.accepted.sum())),
+                _share(int(yes.sum()), len(e)),
+                _share(int((right & yes).sum()), int(yes.sum())),
+            ]
+        )
+    columns = [
+        "test set",
+        "prompts",
+        "answers right",
+        "alpha",
+        "accepted",
+        "verdicts right",
+        "verified",
+        "of these right",
+    ]
+    head = ["## On test sets", "", "Greedy answers, judged by the SDM layer as it was fitted (without feedback).", ""]
+    return "\n".join([*head, *_table(columns, rows), ""]) if rows else ""
 
 
 def _searches(lm: SDMLanguageModel) -> str:

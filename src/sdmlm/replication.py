@@ -223,6 +223,18 @@ def read_evaluation(path: Path) -> tuple[Evaluation, dict[str, Any]]:
         raise ValueError(f"{path} is damaged: remove it, and the evaluation will be made again.") from error
 
 
+def read_evaluations(folder: str | Path, layer: str) -> tuple[dict[str, Evaluation], list[Path]]:
+    """Evaluations in the folder of a model whose SDM layer has the SHA-256 `layer`, by test set, and files of other layers."""
+    found, others = {}, []
+    for path in sorted((Path(folder) / EVALUATIONS).glob("*.json")):
+        evaluation, facts = read_evaluation(path)
+        if facts.get("sdm_sha256") == layer:
+            found[path.stem] = evaluation
+        else:
+            others.append(path)
+    return found, others
+
+
 def read_runs(folder: str | Path) -> list[Run]:
     """All runs below a folder of `sdmlm replicate` that have been evaluated on something."""
     runs = []

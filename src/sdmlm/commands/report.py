@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from sdmlm.estimator import SDMEstimator
     from sdmlm.feedback import load_feedback, with_feedback
     from sdmlm.final_layer import layer_metrics, layer_sha256, read_final_layer_facts
+    from sdmlm.replication import read_evaluations
     from sdmlm.report.language_model import write_report
     from sdmlm.search_calibration import load_searches
 
@@ -47,23 +48,11 @@ def run(args: argparse.Namespace) -> None:
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
     searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
-    record, runs = read_record(folder), _runs(folder, layer_sha256(sdm))
-    write_report(output, folder.name, estimator, facts, record, runs, searches, len(feedback.items))
+    runs, others = read_evaluations(folder, layer_sha256(sdm))
+    for path in others:
+        common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
+    write_report(output, folder.name, estimator, facts, read_record(folder), runs, searches, len(feedback.items))
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})
         return
     common.console(args).print(f"Written: {output}", markup=False, soft_wrap=True)
-
-
-def _runs(folder: Path, layer: str) -> dict[str, Any]:
-    """Evaluations of this SDM layer on test sets that `sdmlm replicate` or the demo left, by test set."""
-    from sdmlm.replication import EVALUATIONS, read_evaluation
-
-    found = {}
-    for path in sorted((folder / EVALUATIONS).glob("*.json")):
-        evaluation, facts = read_evaluation(path)
-        if facts.get("sdm_sha256") == layer:
-            found[path.stem] = evaluation
-        else:
-            common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
-    return found
