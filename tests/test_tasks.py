@@ -9,11 +9,13 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdmlm.cli import main
+from sdmlm.commands.data import read_sentences
 from sdmlm.encoding import check_rows
 from sdmlm.rewards import apply_reward
 from sdmlm.tasks import arithmetic, word_ordering
@@ -180,6 +182,32 @@ def test_arithmetic_splits_are_alike() -> None:
     small = [sum(row["a"] < 100 and row["b"] < 100 for row in rows) / 2000 for rows in found.values()]
     assert max(small) - min(small) < 0.04  # about 3.5 standard deviations of a difference
     assert min(sum(row["a"] < 10 and row["b"] < 10 for row in rows) for rows in found.values()) > 0
+
+
+# Sentences
+
+
+def test_sentences_of_a_data_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(name: str, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        if name == "me/none":
+            raise FileNotFoundError("Dataset 'me/none' doesn't exist on the Hub.\nLook elsewhere.")
+        columns = {"me/sentences": "sentence", "me/texts": "text"}
+        return datasets.Dataset.from_dict({"number": [1, 2], columns.get(name, "line"): ["One two.", "Three."]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_sentences("me/sentences") == read_sentences("me/texts:test") == ["One two.", "Three."]
+    assert asked == [("me/sentences", "train"), ("me/texts", "test")]
+    with pytest.raises(ValueError, match=r"me/lines has no column `sentence` or `text` \(found: number, line\)"):
+        read_sentences("me/lines")
+    with pytest.raises(
+        ValueError, match=r"me/none is no file here, and the Hub gave .*: Dataset 'me/none' doesn't exist"
+    ):
+        read_sentences("me/none")
+    with pytest.raises(ValueError, match=r"nothing\.txt is no file: give a text file"):
+        read_sentences("nothing.txt")
 
 
 # sdmlm data

@@ -63,7 +63,9 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     num_generations: int = field(default=1, metadata={"help": "Tries for a negative a prompt (needs a temperature)."})
     max_new_tokens: int | None = field(
         default=None,
-        metadata={"help": "Bound of a generation; default: the longest completion of the data and 8 more."},
+        metadata={
+            "help": "Bound of a generation; default: the longest completion of the data, its verdict, and 8 more."
+        },
     )
     max_length: int | None = field(
         default=None, metadata={"help": "Bound of prompt and completion in tokens; default: the model's positions."}

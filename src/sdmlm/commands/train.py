@@ -28,7 +28,9 @@ def add(subparsers: Any) -> None:
     """Declare the command."""
     parser = common.add_command(subparsers, "train", "fine-tune a causal language model into an SDM LM", EXAMPLES)
     parser.usage = "sdmlm train --model M --data ROWS [--calibration ROWS] --output DIR [options]"
-    parser.add_argument("--model", metavar="M", help="model folder, or a name on the Hub")
+    parser.add_argument(
+        "--model", metavar="M", help="model folder, a name on the Hub, or demo: the small model that is included"
+    )
     parser.add_argument("--data", metavar="ROWS", help=calibrate.ROWS_HELP)
     parser.add_argument("--calibration", metavar="ROWS", help="calibration rows D_ca (default: half of --data)")
     parser.add_argument("--output", metavar="DIR", help="new folder for the SDM LM and its checkpoints")
