@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdmlm.text_files import decode, json_lines
+from sdmlm.text_files import decode, json_lines, parquet_table
 
 _NAMES = {
     "embedding": ("X", "embeddings"),
@@ -148,16 +148,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _read_parquet(path: Path) -> dict[str, Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            'Reading .parquet needs pyarrow: install the extra parquet (in a clone: pip install -e ".[parquet]").'
-        ) from error
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable .parquet file: {error}.") from error
+    table = parquet_table(path, path)
     return {name: table.column(name).to_pylist() for name in _NAMES if name in table.column_names}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdmlm.encoding import VerificationTags, check_rows
-from sdmlm.text_files import decode, json_lines, parse_json
+from sdmlm.text_files import decode, json_lines, parquet_table, parse_json
 
 Row = dict[str, Any]
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>.+))?")
@@ -85,17 +85,7 @@ def _read_json(source: str, content: bytes) -> list[Row]:
 
 
 def _read_parquet(source: str, content: bytes) -> list[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            'Reading .parquet needs pyarrow: install the extra parquet (in a clone: pip install -e ".[parquet]").'
-        ) from error
-    try:
-        rows: list[Row] = pyarrow.parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source} is not a readable .parquet file: {error}.") from error
+    rows: list[Row] = parquet_table(content, source).to_pylist()
     return rows
 
 

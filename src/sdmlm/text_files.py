@@ -1,9 +1,10 @@
-"""Text and JSON as people hand them in: what cannot be read is said in a ValueError that names the file and the line."""
+"""Files as people hand them in (text, JSON, Parquet): what cannot be read is said in a ValueError that names file and line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -35,3 +36,18 @@ def json_lines(text: str, source: object, fields: str = "") -> Iterator[tuple[st
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: expected an object{fields}, found {type(value).__name__}.")
             yield where, value
+
+
+def parquet_table(file: Path | bytes, source: object) -> Any:
+    """The pyarrow table of a file, given by its path or its contents."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            'Reading .parquet needs pyarrow: install the extra parquet (in a clone: pip install -e ".[parquet]").'
+        ) from error
+    try:
+        return pyarrow.parquet.read_table(pyarrow.BufferReader(file) if isinstance(file, bytes) else file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source} is not a readable .parquet file: {error}.") from error
