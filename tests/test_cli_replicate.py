@@ -351,7 +351,11 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(
     ("old", "new", "said"),
     [
         ("task: word_ordering\n", "", "names no task"),
-        ("task: word_ordering", "task: crosswords", "There is no task 'crosswords'"),
+        (
+            "task: word_ordering",
+            "task: crosswords",
+            "Task 'crosswords' (known here: arithmetic, word_ordering): there is no module",
+        ),
         ("tests:\n  test: test.jsonl\n  shifted: shifted.jsonl\n", "", "names no tests"),
         ("test: test.jsonl", "a/b: test.jsonl", "tests must be `name: rows`"),
         ("test: test.jsonl", "test: [test.jsonl]", "tests must be `name: rows`"),

@@ -180,9 +180,10 @@ def test_a_batch_that_breaks_is_tried_row_by_row(
     lm: SDMLanguageModel, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = lm.write
+    (poison,) = lm.read_prompts([[{"role": "user", "content": "poison="}]])
 
     def broken(prompts: Any, *rest: Any, **options: Any) -> Any:
-        if any(p[0]["content"] == "poison=" for p in prompts):
+        if poison in prompts:
             raise RuntimeError("poison")
         return write(prompts, *rest, **options)
 
