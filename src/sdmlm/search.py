@@ -165,8 +165,8 @@ def _verifications(
 ) -> list[Verification]:
     known = lm.search_calibrations
     calibration = next((c for c in known if c.matches(policy, alpha, sampling, lm.digest())), None)
-    region_at = lm.region if calibration is None else calibration.deciding
-    scores = decided(scores, region_at, alpha)
+    if calibration is not None:  # otherwise they are decided by the layer's own region already
+        scores = decided(scores, calibration.deciding, alpha)
     plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
     shown = (lm.estimator.layers_[0] if calibration is None else calibration).region(alpha)
     found = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
