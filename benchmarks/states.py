@@ -9,12 +9,15 @@ Only calibration rows are read. Of each: its positive, its static negative, and 
   right against wrong documents of one sort. 0.5 is chance: no SDM layer can tell what this cannot.
 - `layers`: SDM layers with M:RATE over one document a row, chosen as for the final layer (the positive for half of the rows,
   else the own answer where it is wrong, else the static negative), over several seeds of the layer. q'_min for each alpha.
+  `--epochs` and `--rows` take several numbers: is the layer trained long enough, would more calibration rows help?
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -52,19 +55,22 @@ def probe(right: Float, wrong: Float, seed: int = 0) -> float:
     return float(roc_auc_score(y[~half], model.decision_function(h[~half])))
 
 
-def layer(h: Float, y: NDArray[np.int64], dim: int, rate: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def layer(
+    h: Float, y: NDArray[np.int64], dim: int, rate: float, epochs: int, seed: int, alphas: Sequence[float]
+) -> dict[str, Any]:
     """One SDM layer: its loss, q and d by class, and q'_min with the share of its calibration half by alpha."""
     estimator = SDMEstimator(
-        alpha=args.alpha[0], exemplar_dim=dim, learning_rate=rate, epochs=args.epochs, rounds=1, batch_size=50,
+        alpha=alphas[0], exemplar_dim=dim, learning_rate=rate, epochs=epochs, rounds=1, batch_size=50,
         center="global", seed=seed, device="cpu", progress=False,
     ).fit(torch.from_numpy(h), y)  # fmt: skip
     ca = estimator.layers_[0].calibration
-    out: dict[str, Any] = {"exemplar_dim": dim, "rate": rate, "seed": seed, "sdm_loss": estimator.loss_}
+    out: dict[str, Any] = {"rows": len(h), "exemplar_dim": dim, "rate": rate, "epochs": epochs, "seed": seed}
+    out["sdm_loss"] = estimator.loss_
     for c in (0, 1):
         own = ca.labels == c
         out[f"mean_q_{c}"] = float(ca.q[own].double().mean())
         out[f"median_d_{c}"] = float(ca.d[own].median())
-    for alpha in args.alpha:
+    for alpha in alphas:
         found = layer_metrics(estimator.recalibrate(alpha))
         out[f"alpha {alpha:g}"] = {"q_min": finite_or_none(found["q_min"]), "admitted": found["admitted"]}
     return out
@@ -78,7 +84,8 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, nargs="+", default=[0.95])
     parser.add_argument("--layers", nargs="+", default=["1000:1e-3", "64:1e-2", "8:3e-2"], metavar="M:RATE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=50)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[50])
+    parser.add_argument("--rows", type=int, nargs="+", help="fit layers over the first N rows (all)")
     parser.add_argument("--output", required=True)
     args = parser.parse_args()
     lm, task = SDMLanguageModel.from_pretrained(args.model), load_task(args.task)
@@ -103,12 +110,13 @@ def main() -> None:
     positive = np.random.default_rng(1).random(len(rows)) < 0.5
     negatives = np.where(own_right[:, None], h["static"], h["own"])
     documents = np.where(positive[:, None], h["positive"], negatives)
-    found |= {"epochs": args.epochs, "layers": []}
-    for dim, rate in (spec.split(":") for spec in args.layers):
-        for seed in args.seeds:
-            found["layers"].append(layer(documents, positive.astype(np.int64), int(dim), float(rate), seed, args))
-            print(json.dumps(found["layers"][-1]), flush=True)
-            write_text_atomically(args.output, json.dumps(found, indent=1) + "\n")
+    found["layers"] = []
+    for spec, n, epochs, seed in product(args.layers, args.rows or [len(rows)], args.epochs, args.seeds):
+        dim, rate = spec.split(":")
+        y = positive[:n].astype(np.int64)
+        found["layers"].append(layer(documents[:n], y, int(dim), float(rate), epochs, seed, args.alpha))
+        print(json.dumps(found["layers"][-1]), flush=True)
+        write_text_atomically(args.output, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

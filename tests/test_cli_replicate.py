@@ -18,7 +18,7 @@ from sdmlm.cli import main
 from sdmlm.commands import calibrate
 from sdmlm.lm import SDMLanguageModel
 from sdmlm.replication import read_evaluation, read_runs
-from sdmlm.tasks import word_ordering
+from sdmlm.tasks import arithmetic, word_ordering
 from sdmlm.trainer import SDMTrainer
 
 RECIPE = """\
@@ -114,7 +114,7 @@ def here(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_run_has_its_model_and_evaluations_and_no_checkpoints(whole: Path) -> None:
     assert {p.name for p in whole.iterdir()} == {
-        "tiny-none", "tiny-sdm_hn", "tables.csv", "tables.json", "tables.tex", "report.html",
+        "tiny-none", "tiny-sdm_hn", "tables.csv", "tables.json", "tables.md", "tables.tex", "report.html",
     }  # fmt: skip
     for name in ("tiny-none", "tiny-sdm_hn"):
         for seed in (0, 1):
@@ -285,6 +285,57 @@ def test_a_new_sdm_layer_is_evaluated_again(here: Path, whole: Path, capsys: pyt
     out, err = capsys.readouterr()
     assert strict_json(out)["tests"] == []
     assert "made with another SDM layer" in err
+    # So do the tables of other runs in the folder.
+    shutil.copytree(whole / "tiny-sdm_hn" / "seed-0", "out/tiny-sdm_hn/seed-0")
+    assert main(["replicate", "tiny/sdm_hn.yaml", "--output", "out", "--seeds", "0"]) == 0
+    assert "tiny-none/seed-0/evaluations/test.json is left out" in capsys.readouterr().err
+    assert [run.setting for run in read_runs_quietly("out")] == ["sdm_hn"]
+
+
+def read_runs_quietly(folder: str) -> list[replication.Run]:
+    with pytest.warns(UserWarning, match="another SDM layer"):
+        return read_runs(folder)
+
+
+def test_tables_of_something_else_are_not_replaced(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").mkdir()
+    Path("out/tables.json").write_text("precious")
+    said = fails(capsys, "replicate", "tiny/none.yaml", "--output", "out")
+    assert "out holds tables or a report, but no runs" in said
+    assert Path("out/tables.json").read_text() == "precious"
+    assert [p.name for p in Path("out").iterdir()] == ["tables.json"]
+
+
+def test_another_task_goes_the_same_way(here: Path) -> None:
+    """Sums: rows by `sdmlm data`, a reward with columns of its own, a reference that is not a sentence."""
+    sizes = ["--train", "24", "--calibration", "24", "--test", "8", "--shifted", "6"]
+    assert main(["data", "arithmetic", "--output", "sums", *sizes]) == 0
+    tiny_lm(max_position_embeddings=256).save_pretrained("longer")
+    tiny_tokenizer().save_pretrained("longer")
+    Path("adding").mkdir()
+    recipe = (
+        RECIPE.format(**SETTINGS["sdm_hn"])
+        .replace("word_ordering", "arithmetic")
+        .replace("epochs: 2", "epochs: 1")
+        .replace("model: model", "model: longer")
+    )
+    for name in ("train", "calibration", "test", "shifted"):
+        recipe = recipe.replace(f" {name}.jsonl", f" sums/{name}.jsonl")
+    Path("adding/sdm_hn.yaml").write_text(recipe)
+    assert main(["replicate", "adding", "--output", "out", "--seeds", "0"]) == 0
+    (run,) = read_runs("out")
+    for name in ("test", "shifted"):
+        found = run.evaluations[name]
+        given = [json.loads(line) for line in Path(f"sums/{name}.jsonl").read_text().splitlines()]
+        assert found.answer_right.tolist() == [
+            arithmetic.answer(text) == row["sum"] for text, row in zip(found.generated, given, strict=True)
+        ]
+        assert len(found) == len(given)
+    page = Path("out/report.html").read_text()
+    assert "as published" not in page  # the paper's figures are about another task
+    right = lambda prompts, completions, **columns: [1] * len(prompts)  # noqa: E731
+    lm = SDMLanguageModel.from_pretrained("out/adding-sdm_hn/seed-0")
+    assert replication.evaluate(lm, arithmetic, given, right, progress=False).y.tolist() == [1] * len(given)
 
 
 def test_runs_over_different_rows_are_not_averaged(whole: Path, tmp_path: Path) -> None:

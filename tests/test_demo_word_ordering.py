@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -86,11 +87,34 @@ def test_it_learns_in_a_minute_what_the_base_model_cannot_do(demo: tuple[Path, s
 
 
 def test_it_explains(demo: tuple[Path, str]) -> None:
-    _, shown = demo
+    folder, shown = demo
     assert "The first of the test answers that is rejected" in shown
     assert "near it, at" in shown
     assert "sdmlm chat" in shown
-    assert "admits" in shown or "neither" in shown
+    comparisons = json.loads((folder / "tables.json").read_text(encoding="utf-8"))["comparisons"]
+    assert [c["dataset"] for c in comparisons] == ["test", "shifted"]
+    for c in comparisons:
+        assert c["statement"] in " ".join(shown.split())
+
+
+def test_the_published_demo_keeps_its_word() -> None:
+    """docs/results/demo.csv, which `make demo` is one seed of: a finite q'_min, accuracy at alpha, rejection under shift."""
+    path = RECIPES.parents[1] / "docs" / "results" / "demo.csv"
+    values: dict[tuple[str, ...], float | None] = {}
+    for row in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))):
+        key = tuple(row[name] for name in ("table", "dataset", "model", "seed", "quantity"))
+        if row["table"] in ("selective", "calibration"):
+            values[key] = float(row["value"]) if row["value"] else None
+    for model in ("CE + HN", "SDM + HN"):
+        assert values["calibration", "", model, "0", "q_min"] is not None
+        accuracy, share = (values["selective", "test", model, "0", name] for name in ("accuracy", "share"))
+        assert accuracy is not None
+        assert share is not None
+        assert accuracy >= TRAINING["alpha"]
+        assert share > 0.1
+        shifted = values["selective", "shifted", model, "0", "share"]
+        assert shifted is not None
+        assert shifted < 0.1
 
 
 def test_rows_are_always_the_same_and_apart() -> None:

@@ -200,7 +200,7 @@ def test_csv_and_json_keep_every_number(found: Tables) -> None:
     assert len(data["comparisons"]) == 2
 
 
-def test_the_full_table_shows_means_and_keeps_the_interval_of_one_seed(found: Tables) -> None:
+def test_the_full_table_shows_means_with_the_interval_of_one_seed_or_the_range_of_several(found: Tables) -> None:
     table = found.full()
     assert table.alpha == 0.95
     rows = {(r.dataset, r.model, r.estimator): r.metrics for r in table.rows}
@@ -208,8 +208,11 @@ def test_the_full_table_shows_means_and_keeps_the_interval_of_one_seed(found: Ta
     cell = rows["test", "SDM + HN", "HR"].marginal
     assert cell.accuracy == pytest.approx(statistics.fmean(line.quantities["all accuracy"].known))
     assert cell.share == pytest.approx(statistics.fmean(line.quantities["all share"].known))
-    assert cell.low is None
-    assert rows["test", "No fine-tuning", "no-reject"].marginal.low is not None
+    known = line.quantities["all accuracy"].known
+    assert (cell.low, cell.high) == (min(known), max(known))
+    one = next(x for x in found.of("full") if (x.dataset, x.setting, x.estimator) == ("test", "none", "no-reject"))
+    alone = rows["test", "No fine-tuning", "no-reject"].marginal
+    assert (alone.low, alone.high) == one.quantities["all accuracy"].intervals[0]
     assert rows["test", "No fine-tuning", "HR"].marginal.accuracy is None
 
 
@@ -218,15 +221,62 @@ def test_cells_say_where_all_was_rejected_and_where_there_was_nothing() -> None:
     some = [scripted("sdm_hn", seed, [True] * 4 if seed == 2 else nothing, right) for seed in range(3)]
     table = tables(some).full()
     rows = {row.estimator: row.metrics for row in table.rows}
-    assert (rows["HR"].marginal.accuracy, rows["HR"].marginal.rejected) == (1.0, "2/3")
+    assert (rows["HR"].marginal.accuracy, rows["HR"].marginal.rejected) == (1.0, 2)
     whole = rows["no-reject"]
     empty = [cell for cell in whole.class_conditional if cell.n == 0]
     assert len(empty) == 1
     assert empty[0].empty
     assert not whole.marginal.rejected
     text = table.latex()
-    assert "1.00 R2/3" in text
+    assert "1.00R2" in text
     assert "-" in [cell.strip() for line in text.splitlines() if "no-reject" in line for cell in line.split("&")]
+
+
+def test_a_seed_without_points_of_a_class_has_rejected_none() -> None:
+    """Nothing is rejected by the estimator that rejects nothing, even if two of three seeds never predict a class."""
+    predicted = [[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
+    some = [scripted("sdm_hn", seed, [True] * 4, [True] * 4) for seed in range(3)]
+    runs = []
+    for one, y in zip(some, predicted, strict=True):
+        new = {n: dataclasses.replace(e, prediction=np.array(y), y=np.array(y)) for n, e in one.evaluations.items()}
+        runs.append(dataclasses.replace(one, evaluations=new))
+    rows = {row.estimator: row.metrics.prediction_conditional[0] for row in tables(runs).full().rows}
+    for estimator in ("no-reject", "HR"):
+        assert (rows[estimator].accuracy, rows[estimator].rejected, rows[estimator].empty) == (1.0, 0, False)
+
+
+def test_pooled_accuracies_are_over_all_points(found: Tables) -> None:
+    by = {(r.setting, r.seed): r for r in some_runs()}
+    for line in found.of("selective"):
+        right = total = 0
+        for seed in line.seeds:
+            e = by[line.setting, seed].evaluations[line.dataset]
+            for y, y_hat, admitted in zip(e.y.tolist(), e.prediction.tolist(), e.accepted.tolist(), strict=True):
+                total += admitted
+                right += admitted and y == y_hat
+        assert line.quantities["accuracy"].pooled == (pytest.approx(right / total) if total else None)
+        assert ("pooled" in line.quantities["accuracy"].json()) == (len(line.seeds) > 1)
+        assert "pooled" not in line.quantities["share"].json()
+    quantity = Quantity((1.0, 0.2, None), weights=(2, 98, 0))
+    assert quantity.pooled == pytest.approx(0.216)
+    assert quantity.text(2, "R") == "0.60 ± 0.57 (0.20 to 1.00), 0.22 pooled, R in 1 of 3"
+
+
+def test_csv_has_the_comparisons(found: Tables) -> None:
+    lines = [x for x in csv.DictReader(io.StringIO(found.csv())) if x["table"] == "comparison"]
+    by = {(x["dataset"], x["model"], x["estimator"], x["seed"], x["quantity"]): x for x in lines}
+    assert len(by) == len(lines)
+    alphas = {f"HR at alpha {alpha:g}" for alpha in (0.8, 0.85, 0.9, 0.95)}
+    assert {x["estimator"] for x in lines} == alphas
+    for c in (*found.comparisons, *(c for c in found.by_alpha if c.alpha != found.alpha)):
+        key = c.dataset, f"HR at alpha {c.alpha:g}"
+        row = by[key[0], "SDM + HN minus CE + HN", key[1], "mean", "share"]
+        assert [float(row[name]) for name in ("value", "low", "high")] == pytest.approx([c.mean, *c.interval])
+        for i, model in enumerate(("SDM + HN", "CE + HN")):
+            for seed, shares, accuracies in zip(c.seeds, c.shares, c.accuracies, strict=True):
+                assert float(by[key[0], model, key[1], str(seed), "share"]["value"]) == shares[i]
+                told = by[key[0], model, key[1], str(seed), "accuracy"]["value"]
+                assert (float(told) if told else None) == accuracies[i]
 
 
 def test_latex_has_four_whole_tables(found: Tables) -> None:
@@ -242,6 +292,19 @@ def test_latex_has_four_whole_tables(found: Tables) -> None:
     assert "±" not in text
 
 
+def test_markdown_has_four_whole_tables_and_the_statements(found: Tables) -> None:
+    text = found.markdown()
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert [len(lines) - 2 for lines in tables] == [6, 6, 18, 3]
+    for lines in tables:
+        assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+    assert r"| Dataset | Model | Acc. | n/\|D\| |" in text
+    assert "| test | No fine-tuning | R | 0.00 [0.00, 0.00] |" in text
+    assert "**Generation.**" in text  # no alpha in it
+    for comparison in found.comparisons:
+        assert comparison.statement() in text
+
+
 def test_terminal_tables_fit(found: Tables) -> None:
     console = Console(width=80, file=io.StringIO())
     for table in found.rich():
@@ -250,6 +313,17 @@ def test_terminal_tables_fit(found: Tables) -> None:
     for word in ("harvard", "SDM + HN", "n/|D|", "Exact match", "HR lower", "q'min", "∞", "12.5"):
         assert word in text
     assert "…" not in text
+
+
+def test_a_line_of_the_full_table_is_a_line_in_the_terminal() -> None:
+    nothing, some = [False] * 4, [True] * 4
+    runs = [scripted("sdm_hn", seed, some if seed == 2 else nothing, some) for seed in range(3)]
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables(runs).full().rich())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("HR ") and "lower" not in line]
+    assert "1.00R2" in line
+    assert line.split()[-1] == "0.33"  # the share of the last column, beside its accuracy
 
 
 # The comparison

@@ -21,15 +21,17 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 _INTERVAL = (2.5, 97.5)  # percentiles: 95% intervals
+# A table is made smaller where it is wider than the page, never larger.
+LATEX_TABLE = r"\begin{table*}\centering\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%"
 _MANY = 4  # with more classes than this, tables for people show the worst cell in place of all
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One group of points: n admitted, n/|D|, their accuracy, and its bootstrap interval.
+    """One group of points: n admitted, n/|D|, their accuracy, and its bootstrap interval (over several seeds: its range).
 
     accuracy is None where nothing was admitted ("all rejected"); low and high also without a bootstrap. `empty`: there was
-    nothing to admit or reject. `rejected`: over several seeds, in how many of them all was rejected, as in "2/3".
+    nothing to admit or reject. `rejected`: over several seeds, in how many of them all was rejected.
     """
 
     n: int
@@ -38,7 +40,7 @@ class Cell:
     low: float | None = None
     high: float | None = None
     empty: bool = False
-    rejected: str = ""
+    rejected: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Table:
         lines = [
             r"% \usepackage{booktabs,graphicx,xcolor}",
             r"\providecolor{belowalpha}{RGB}{255,204,204}\providecolor{reachesalpha}{RGB}{204,236,204}",
-            r"\begin{table*}\centering\resizebox{\textwidth}{!}{%",
+            LATEX_TABLE,
             rf"\begin{{tabular}}{{lll{'cc' * len(columns)}}}\toprule",
             rf"& & & {heads} \\",
             "& & & " + " & ".join(rf"\multicolumn{{2}}{{c}}{{{column}}}" for column in columns) + r" \\",
@@ -211,7 +213,7 @@ class Table:
     def rich(self) -> RichTable:
         """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""
         seeds = any(cell.rejected for row in self.rows for _, cell in self._shown(row.metrics))
-        r = "R: all rejected" + (" (R2/3: in 2 of 3 seeds)" if seeds else "")
+        r = "R: all rejected" + (" (R2: in 2 seeds)" if seeds else "")
         caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. {r}."
         table = RichTable(caption=caption, box=box.SIMPLE_HEAD, padding=0)
         table.add_column("Estimator", no_wrap=True)
@@ -259,7 +261,7 @@ def _numbers(cell: Cell) -> dict[str, Any]:
 def _accuracy(cell: Cell) -> str:
     if cell.accuracy is None:
         return "-" if cell.empty else "R"
-    return f"{cell.accuracy:.2f}" + (f" R{cell.rejected}" if cell.rejected else "")
+    return f"{cell.accuracy:.2f}" + (f"R{cell.rejected}" if cell.rejected else "")
 
 
 def rounded(share: float) -> str:

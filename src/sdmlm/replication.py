@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdmlm.artifacts import finite_or_none, none_as_infinity, write_text_atomically
+from sdmlm.artifacts import SDM_FOLDER, finite_or_none, none_as_infinity, write_text_atomically
 from sdmlm.record import RECORD, read_record
 from sdmlm.region import HighReliabilityRegion, membership
 
@@ -236,11 +237,23 @@ def read_evaluations(folder: str | Path, layer: str) -> tuple[dict[str, Evaluati
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """All runs below a folder of `sdmlm replicate` that have been evaluated on something."""
+    """All runs below a folder of `sdmlm replicate` that have been evaluated on something, by the SDM layer that they have now."""
+    from sdmlm.final_layer import layer_sha256
+
     runs = []
     sources: dict[tuple[str, str], tuple[str, Path]] = {}
     for home in sorted(Path(folder).glob("*/seed-*")):
-        found = {path.stem: read_evaluation(path) for path in sorted((home / EVALUATIONS).glob("*.json"))}
+        layer = layer_sha256(home / SDM_FOLDER) if (home / SDM_FOLDER).exists() else None
+        found = {}
+        for path in sorted((home / EVALUATIONS).glob("*.json")):
+            evaluation, own = read_evaluation(path)
+            if layer is not None and own.get("sdm_sha256") != layer:
+                warnings.warn(
+                    f"{path} is left out: it was made with another SDM layer than the present one. Run its recipe again.",
+                    stacklevel=1,
+                )
+                continue
+            found[path.stem] = evaluation, own
         if not found:
             continue
         facts = next(iter(found.values()))[1]

@@ -20,7 +20,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from sdmlm.evaluation import Cell, Row, SelectiveMetrics, Table, latex_escape, rounded, selective_metrics
+from sdmlm.evaluation import LATEX_TABLE, Cell, Row, SelectiveMetrics, Table, latex_escape, rounded, selective_metrics
 from sdmlm.replication import Evaluation, Run, dataset_order, setting_order
 
 BOOTSTRAP = 1000
@@ -36,11 +36,13 @@ _GROUPS = ("y=0", "y=1", "y_hat=0", "y_hat=1", "all")  # of the full table
 class Quantity:
     """A number by seed, None where there is none: accuracy if all was rejected, q'_min if it is infinite.
 
-    `intervals` holds one (low, high) for each, or nothing for numbers that do not come from prompts.
+    `intervals` holds one (low, high) for each, or nothing for numbers that do not come from prompts. `weights`: of an
+    accuracy, how many points it is over.
     """
 
     values: tuple[float | None, ...]
     intervals: tuple[tuple[float, float] | None, ...] = ()
+    weights: tuple[int, ...] = ()
 
     @property
     def known(self) -> list[float]:
@@ -56,6 +58,12 @@ class Quantity:
         """The standard deviation between seeds (n - 1)."""
         return statistics.stdev(self.known) if len(self.known) > 1 else None
 
+    @property
+    def pooled(self) -> float | None:
+        """An accuracy over the points of all seeds together: a seed with two points counts as two."""
+        right = sum(value * n for value, n in zip(self.values, self.weights, strict=False) if value is not None)
+        return right / sum(self.weights) if sum(self.weights) else None
+
     def json(self) -> dict[str, Any]:
         """Plain values."""
         bounds = [None if i is None else list(i) for i in self.intervals]
@@ -63,10 +71,11 @@ class Quantity:
         if len(self.values) > 1:
             least, most = (min(self.known), max(self.known)) if self.known else (None, None)
             out |= {"mean": self.mean, "sd": self.sd, "min": least, "max": most}
+            out |= {"pooled": self.pooled} if self.weights else {}
         return out
 
     def text(self, digits: int, none: str, brief: bool = False) -> str:
-        """One seed: value [low, high]. Several: mean ± sd (min to max). Brief: value or mean alone."""
+        """One seed: value [low, high]. Several: mean ± sd (min to max), pooled. Brief: value or mean alone."""
         if self.mean is None:
             return none
         shown = "<0.01" if digits == 2 and rounded(self.mean) == "<0.01" else f"{self.mean:.{digits}f}"
@@ -78,6 +87,7 @@ class Quantity:
             return shown if interval is None else f"{shown} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
         if self.sd is not None:
             shown += f" ± {self.sd:.{digits}f} ({min(self.known):.{digits}f} to {max(self.known):.{digits}f})"
+            shown += "" if self.pooled is None else f", {self.pooled:.{digits}f} pooled"
         return f"{shown}, {none} in {missing} of {len(self.values)}" if missing else shown
 
 
@@ -130,6 +140,7 @@ class Layout:
     title: str
     columns: tuple[Column, ...]
     caption: str
+    by_alpha: bool = True  # whether alpha has a part in it
 
 
 def _calibration_columns() -> Iterator[Column]:
@@ -148,7 +159,7 @@ LAYOUTS = {
     "selective": Layout(
         "Selective classification in the high-reliability region",
         (Column("Acc.", r"\textsc{Acc.}", "accuracy", 2, "R"), Column("n/|D|", "$n/|D|$", "share")),
-        "Accuracy among the admitted, and their share. R: all rejected.",
+        "Accuracy among the admitted, and their share. R: all rejected. Pooled: over the admitted of all seeds.",
     ),
     "generation": Layout(
         "Generation",
@@ -157,6 +168,7 @@ LAYOUTS = {
             Column("Exact match", r"\textsc{Exact Match}", "exact_match"),
         ),
         "Without the SDM layer: is the answer right, and is all that the model wrote as it should be, verdict included?",
+        by_alpha=False,
     ),
     "calibration": Layout(
         "The final SDM layer over its calibration half",
@@ -185,7 +197,7 @@ class Tables:
         whole = {(line.family, line.setting, line.dataset): line for line in lines if line.estimator == "no-reject"}
         for line in lines:
             points = whole[line.family, line.setting, line.dataset].quantities
-            cells = [_mean_cell(line, group, not points[f"{group} n"].mean) for group in _GROUPS]
+            cells = [_mean_cell(line, group, points[f"{group} n"]) for group in _GROUPS]
             metrics = SelectiveMetrics((cells[0], cells[1]), (cells[2], cells[3]), cells[4])
             rows.append(Row(line.dataset, line.model, line.estimator, metrics))
         return Table(rows, self.alpha, ["0", "1"])
@@ -209,8 +221,21 @@ class Tables:
                     interval = quantity.intervals[i] if quantity.intervals else None
                     writer.writerow([*names, seed, name, value, *(interval or (None, None))])
                 plain = quantity.json()
-                for kind in ("mean", "sd", "min", "max") if len(line.seeds) > 1 else ():
-                    writer.writerow([*names, kind, name, plain[kind], None, None])
+                for kind in ("mean", "sd", "min", "max", "pooled"):
+                    if kind in plain:
+                        writer.writerow([*names, kind, name, plain[kind], None, None])
+        several = len({line.family for line in self.lines}) > 1
+        own = [(c.family, c.dataset, c.alpha) for c in self.comparisons]  # alpha may be one of ALPHAS
+        for c in (*self.comparisons, *(c for c in self.by_alpha if (c.family, c.dataset, c.alpha) not in own)):
+            label = f"{c.family}: " if several else ""
+            estimator = f"HR at alpha {c.alpha:g}"
+            for i, model in enumerate((c.first, c.second)):
+                names = ["comparison", c.dataset, label + model, estimator]
+                for seed, share, accuracy in zip(c.seeds, c.shares, c.accuracies, strict=True):
+                    writer.writerow([*names, seed, "share", share[i], None, None])
+                    writer.writerow([*names, seed, "accuracy", accuracy[i], None, None])
+            difference = [f"{label}{c.first} minus {c.second}", estimator, "mean", "share", c.mean, *c.interval]
+            writer.writerow(["comparison", c.dataset, *difference])
         return out.getvalue()
 
     def latex(self) -> str:
@@ -224,7 +249,7 @@ class Tables:
         heads = ["Dataset", "Model"][2 - names :] + [column.latex for column in layout.columns]
         lines = [
             r"% \usepackage{booktabs,graphicx}",
-            r"\begin{table*}\centering\resizebox{\textwidth}{!}{%",
+            LATEX_TABLE,
             rf"\begin{{tabular}}{{{'l' * names}{'c' * len(layout.columns)}}}\toprule",
             " & ".join(heads) + r" \\",
         ]
@@ -236,8 +261,33 @@ class Tables:
             cells = [c.none if c.quantity not in line.quantities else _shown(line, c) for c in layout.columns]
             escaped = [_latex_number(cell) for cell in cells]
             lines.append(" & ".join([*map(latex_escape, [line.dataset, line.model][2 - names :]), *escaped]) + r" \\")
-        caption = rf"{latex_escape(layout.title)}, $\alpha={self.alpha:g}$. {_latex_number(layout.caption)}"
+        alpha = rf", $\alpha={self.alpha:g}$" if layout.by_alpha else ""
+        caption = rf"{latex_escape(layout.title)}{alpha}. {_latex_number(layout.caption)}"
         return "\n".join([*lines, r"\bottomrule\end{tabular}}", rf"\caption{{{caption}}}", r"\end{table*}", ""])
+
+    def markdown(self) -> str:
+        """All four for a page, and what the comparisons say."""
+        full = "By class and by prediction: accuracy among the admitted (their share), with several seeds means, bold below alpha"
+        parts = [
+            self._markdown("selective"),
+            self._markdown("generation"),
+            f"**{full} = {self.alpha:g}.**\n\n{self.full().markdown()}",
+            self._markdown("calibration"),
+            *(comparison.statement() + "\n" for comparison in self.comparisons),
+        ]
+        return "\n".join(parts)
+
+    def _markdown(self, table: str) -> str:
+        layout = LAYOUTS[table]
+        names = [] if table == "calibration" else ["Dataset"]
+        heads = [*names, "Model", *(column.head for column in layout.columns)]
+        lines = [heads, ["---"] * (len(names) + 1) + ["---:"] * len(layout.columns)]
+        for line in self.of(table):
+            shown = [_shown(line, column, brief=table == "calibration") for column in layout.columns]
+            lines.append([*([line.dataset] if names else []), line.model, *shown])
+        rows = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+        alpha = f", alpha = {self.alpha:g}" if layout.by_alpha else ""
+        return f"**{layout.title}{alpha}.** {layout.caption}\n\n{rows.replace('<', '&lt;')}"
 
     def rich(self) -> list[RichTable]:
         """For a terminal, in the order of the paper."""
@@ -276,13 +326,23 @@ def _latex_number(text: str) -> str:
     return latex_escape(text).replace("±", r"$\pm$").replace("∞", r"$\infty$").replace(r"\textless{}", "$<$")
 
 
-def _mean_cell(line: Line, group: str, empty: bool) -> Cell:
+def _mean_cell(line: Line, group: str, points: Quantity) -> Cell:
+    """Of one seed with its interval, of several with their range; `points` are those that could be admitted, by seed."""
     accuracy, share, n = (line.quantities[f"{group} {what}"] for what in ("accuracy", "share", "n"))
-    interval = accuracy.intervals[0] if len(line.seeds) == 1 else None
-    missing = sum(value is None for value in accuracy.values)
-    rejected = f"{missing}/{len(line.seeds)}" if missing and accuracy.known else ""
-    low, high = interval or (None, None)
-    return Cell(round(n.mean or 0), share.mean or 0.0, accuracy.mean, low, high, empty, rejected)
+    low, high = accuracy.intervals[0] or (None, None)
+    if len(line.seeds) > 1 and accuracy.known:
+        low, high = min(accuracy.known), max(accuracy.known)
+    rejected = sum(value is None and bool(some) for value, some in zip(accuracy.values, points.values, strict=True))
+    # R alone says that all seeds reject all
+    return Cell(
+        round(n.mean or 0),
+        share.mean or 0.0,
+        accuracy.mean,
+        low,
+        high,
+        not points.mean,
+        rejected if accuracy.known else 0,
+    )
 
 
 def tables(runs: Sequence[Run], bootstrap: int = BOOTSTRAP, seed: int = 0) -> Tables:
@@ -334,7 +394,9 @@ def _lines(group: list[Run], model: str, bootstrap: int, seed: int) -> Iterator[
             full = {}
             for i, name in enumerate(_GROUPS):
                 column = [by_seed[i] for by_seed in cells]
-                full[f"{name} accuracy"] = Quantity(tuple(c.accuracy for c in column), tuple(map(_interval, column)))
+                full[f"{name} accuracy"] = Quantity(
+                    tuple(c.accuracy for c in column), tuple(map(_interval, column)), tuple(c.n for c in column)
+                )
                 full[f"{name} share"] = Quantity(tuple(c.share for c in column))
                 full[f"{name} n"] = Quantity(tuple(float(c.n) for c in column))
             yield line("full", dataset, estimator, runs, full)

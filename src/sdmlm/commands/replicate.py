@@ -30,6 +30,7 @@ EXAMPLES = """\
   sdmlm replicate recipes/stories15m/ce_hn.yaml recipes/stories15m/sdm_hn.yaml --output runs/stories15m --seeds 0 1 2
   accelerate launch --num_processes 4 -m sdmlm.cli replicate recipes/phi-3.5-mini --output runs/phi-3.5-mini"""
 
+WRITTEN = ("tables.csv", "tables.json", "tables.md", "tables.tex", "report.html")
 _CONTENT = ("data", "calibration", "task", "tests")  # what two recipes of the same run share beside the settings
 
 
@@ -119,6 +120,8 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
     output = Path(args.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file: name a folder for the runs.")
+    if not any(output.glob("*/seed-*")) and any((output / name).exists() for name in WRITTEN):
+        raise ValueError(f"{output} holds tables or a report, but no runs they could be of: give another --output.")
     common.check_output_file(str(output / "x"))
     if args.seeds is not None and (min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds)):
         raise ValueError(f"--seeds is {' '.join(map(str, args.seeds))}: give whole numbers from 0 on, each once.")
@@ -378,6 +381,7 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
         folder / "tables.json", json.dumps(found.json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     )
     write_text_atomically(folder / "tables.csv", found.csv())
+    write_text_atomically(folder / "tables.md", found.markdown())
     write_text_atomically(folder / "tables.tex", found.latex())
     write_report(
         folder / "report.html", runs, found, published={job.settings["task"] for job in jobs} == {"word_ordering"}
@@ -390,4 +394,6 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
         out.print(table)
     for comparison in found.comparisons:
         out.print(comparison.statement(), markup=False)
-    out.print(f"Written: {folder}/tables.csv, tables.json, tables.tex, report.html.", markup=False, soft_wrap=True)
+    out.print(
+        f"Written: {folder}/{', '.join(WRITTEN)} (every number by seed in the first two).", markup=False, soft_wrap=True
+    )

@@ -82,7 +82,7 @@ def number(value: float) -> str:
     return f"{value:.4g}" if np.isfinite(value) else "none"
 
 
-def comparison(caption: str, compared: Table) -> str:
+def comparison(caption: str, compared: Table, seeds: bool = False) -> str:
     """Accuracy among the admitted and their share, by class while there are few of them, else of the worst class."""
     few = len(compared.class_names) <= _FEW
     groups = [f"{kind} {name}" for kind in ("true", "predicted") for name in compared.class_names]
@@ -93,7 +93,10 @@ def comparison(caption: str, compared: Table) -> str:
         sides = m.class_conditional, m.prediction_conditional
         cells = [cell for side in sides for cell in (side if few else [_worst(side)])]
         rows.append([row.dataset, row.model, row.estimator, *(_cell(c, compared.alpha) for c in (*cells, m.marginal))])
-    note = f" Accuracy among the admitted, and in brackets their share of all points; ▼ is below alpha = {compared.alpha:g}."
+    note = (
+        f" Accuracy among the admitted and its 95% bootstrap interval{' (over several seeds: mean and range)' * seeds}, then their "
+        f"share of all points; ▼ is below alpha = {compared.alpha:g}."
+    )
     return table(caption + "." + note, head, rows)
 
 
@@ -104,8 +107,9 @@ def _worst(cells: Sequence[Cell]) -> Cell:
 def _cell(cell: Cell, alpha: float) -> str:
     if cell.accuracy is None:
         return "-" if cell.empty else "all rejected"
-    seeds = f", all rejected in {cell.rejected}" if cell.rejected else ""
-    return f"{'▼ ' if cell.accuracy < alpha else ''}{cell.accuracy:.3f} ({cell.share:.2f}){seeds}"
+    between = "" if cell.low is None or cell.high is None else f" [{cell.low:.2f}, {cell.high:.2f}]"
+    seeds = f"; all rejected in {cell.rejected} seed{'s' * (cell.rejected > 1)}" if cell.rejected else ""
+    return f"{'▼ ' if cell.accuracy < alpha else ''}{cell.accuracy:.3f}{between} ({cell.share:.2f}){seeds}"
 
 
 _STYLE = """

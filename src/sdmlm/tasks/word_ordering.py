@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
 
 from sdmlm.rewards import exact_match
 
@@ -148,11 +147,3 @@ def _check(train: int, calibration: int, test: int, shifted: int, suffix: int, m
         raise ValueError(
             f"min_words is {min_words}: it must be above suffix ({suffix}) and at most max_words ({max_words})."
         )
-
-
-def summary(splits: Splits) -> dict[str, Any]:
-    """Rows and mean length in words by split."""
-    return {
-        name: {"rows": len(rows), "mean_words": sum(len(r["sentence"].split()) for r in rows) / len(rows)}
-        for name, rows in splits.rows.items()
-    }
