@@ -207,8 +207,7 @@ class Table:
                 accuracy = f"**{_accuracy(cell)}**" if self._below(cell) else _accuracy(cell)
                 cells.append(f"{prefix}{accuracy} ({rounded(cell.share)})".replace("<", "&lt;"))
             lines.append(cells)
-        escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
-        return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+        return markdown_rows(lines)
 
     def rich(self) -> RichTable:
         """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""
@@ -267,6 +266,12 @@ def _accuracy(cell: Cell) -> str:
 def rounded(share: float) -> str:
     """Two decimals, and "<0.01" where they would hide that there is something."""
     return "<0.01" if share > 0 and f"{share:.2f}" == "0.00" else f"{share:.2f}"
+
+
+def markdown_rows(lines: Sequence[Sequence[str]]) -> str:
+    """The lines of a Markdown table."""
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def latex_escape(text: str) -> str:

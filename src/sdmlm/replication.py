@@ -226,11 +226,17 @@ def read_evaluation(path: Path) -> tuple[Evaluation, dict[str, Any]]:
 
 def read_evaluations(folder: str | Path, layer: str) -> tuple[dict[str, Evaluation], list[Path]]:
     """Evaluations in the folder of a model whose SDM layer has the SHA-256 `layer`, by test set, and files of other layers."""
+    found, others = _with_facts(Path(folder), layer)
+    return {test: evaluation for test, (evaluation, _) in found.items()}, others
+
+
+def _with_facts(folder: Path, layer: str | None) -> tuple[dict[str, tuple[Evaluation, dict[str, Any]]], list[Path]]:
+    """The same with the facts of each; `layer` None takes all."""
     found, others = {}, []
-    for path in sorted((Path(folder) / EVALUATIONS).glob("*.json")):
+    for path in sorted((folder / EVALUATIONS).glob("*.json")):
         evaluation, facts = read_evaluation(path)
-        if facts.get("sdm_sha256") == layer:
-            found[path.stem] = evaluation
+        if layer is None or facts.get("sdm_sha256") == layer:
+            found[path.stem] = evaluation, facts
         else:
             others.append(path)
     return found, others
@@ -244,16 +250,12 @@ def read_runs(folder: str | Path) -> list[Run]:
     sources: dict[tuple[str, str], tuple[str, Path]] = {}
     for home in sorted(Path(folder).glob("*/seed-*")):
         layer = layer_sha256(home / SDM_FOLDER) if (home / SDM_FOLDER).exists() else None
-        found = {}
-        for path in sorted((home / EVALUATIONS).glob("*.json")):
-            evaluation, own = read_evaluation(path)
-            if layer is not None and own.get("sdm_sha256") != layer:
-                warnings.warn(
-                    f"{path} is left out: it was made with another SDM layer than the present one. Run its recipe again.",
-                    stacklevel=1,
-                )
-                continue
-            found[path.stem] = evaluation, own
+        found, others = _with_facts(home, layer)
+        for path in others:
+            warnings.warn(
+                f"{path} is left out: it was made with another SDM layer than the present one. Run its recipe again.",
+                stacklevel=1,
+            )
         if not found:
             continue
         facts = next(iter(found.values()))[1]

@@ -20,7 +20,17 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from sdmlm.evaluation import LATEX_TABLE, Cell, Row, SelectiveMetrics, Table, latex_escape, rounded, selective_metrics
+from sdmlm.evaluation import (
+    LATEX_TABLE,
+    Cell,
+    Row,
+    SelectiveMetrics,
+    Table,
+    latex_escape,
+    markdown_rows,
+    rounded,
+    selective_metrics,
+)
 from sdmlm.replication import Evaluation, Run, dataset_order, setting_order
 
 BOOTSTRAP = 1000
@@ -285,9 +295,12 @@ class Tables:
         for line in self.of(table):
             shown = [_shown(line, column, brief=table == "calibration") for column in layout.columns]
             lines.append([*([line.dataset] if names else []), line.model, *shown])
-        rows = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
-        alpha = f", alpha = {self.alpha:g}" if layout.by_alpha else ""
-        return f"**{layout.title}{alpha}.** {layout.caption}\n\n{rows.replace('<', '&lt;')}"
+        return f"**{self.title(table)}.** {layout.caption}\n\n{markdown_rows(lines).replace('<', '&lt;')}"
+
+    def title(self, table: str) -> str:
+        """What a table is about, and alpha where it has a part in it."""
+        layout = LAYOUTS[table]
+        return layout.title + (f", alpha = {self.alpha:g}" if layout.by_alpha else "")
 
     def rich(self) -> list[RichTable]:
         """For a terminal, in the order of the paper."""

@@ -86,7 +86,7 @@ def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tupl
     seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
     if wide:
         seeds = " With several seeds: means; tables.csv has all." if any(len(line.seeds) > 1 for line in lines) else ""
-    caption = f"{layout.title}{f', alpha = {tables.alpha:g}' * layout.by_alpha}. {layout.caption}{seeds}"
+    caption = f"{tables.title(name)}. {layout.caption}{seeds}"
     if not published:
         return page.table(caption, [*names, *heads], rows)
     caption += f" paper: {paper.MODEL}, word ordering, alpha 0.95, as published."
