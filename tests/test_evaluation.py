@@ -218,6 +218,18 @@ def test_cells_are_marked_before_rounding() -> None:
         assert text in marked(1.0, share)[1].split("1.00", 1)[1]
 
 
+def test_marks_are_explained_only_where_they_stand() -> None:
+    def marks(*cells: Cell) -> str:
+        table = Table([Row("d", "m", "e", SelectiveMetrics(cells[:2], cells[2:4], cells[4]))], 0.95, ["0", "1"])
+        assert table.marks() in table.latex()
+        return table.marks()
+
+    plain, some, nothing = Cell(1, 0.5, 1.0), Cell(1, 0.5, 1.0, rejected=2), Cell(0, 0.0, None, empty=True)
+    assert marks(plain, plain, plain, plain, plain) == "R: all rejected"
+    assert marks(plain, plain, plain, some, plain) == "R: all rejected (0.97R2: in 2 seeds)"
+    assert marks(plain, nothing, plain, plain, plain) == "R: all rejected; -: no such points"
+
+
 def test_terminal_table_fits_and_names_everything() -> None:
     text = printed(example(names=["no", "yes[b]"]), width=80)
     for word in ("in_domain", "shifted", "LM & co", "no-reject", "HR", "y=no", "ŷ=yes[b]", "<0.01", "0.95"):

@@ -192,7 +192,7 @@ class Table:
                 cells += [shown if cell.empty else rf"\colorbox{{{color}}}{{{shown}}}", share]
             lines.append(" & ".join(cells) + r" \\")
         caption = (
-            rf"Accuracy among the admitted, and their share, at $\alpha={self.alpha:g}$. R: all rejected, which is "
+            rf"Accuracy among the admitted, and their share, at $\alpha={self.alpha:g}$. {self.marks()}. To reject all is "
             rf"preferred over falling \colorbox{{belowalpha}}{{below}} $\alpha$ (highlighted before rounding)."
         )
         return "\n".join([*lines, r"\bottomrule\end{tabular}}", rf"\caption{{{caption}}}", r"\end{table*}", ""])
@@ -211,9 +211,7 @@ class Table:
 
     def rich(self) -> RichTable:
         """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""
-        seeds = any(cell.rejected for row in self.rows for _, cell in self._shown(row.metrics))
-        r = "R: all rejected" + (" (R2: in 2 seeds)" if seeds else "")
-        caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. {r}."
+        caption = f"Acc. among the admitted, then n/|D|. Red: below alpha = {self.alpha:g}. {self.marks()}."
         table = RichTable(caption=caption, box=box.SIMPLE_HEAD, padding=0)
         table.add_column("Estimator", no_wrap=True)
         for column in self._columns("y", "ŷ"):
@@ -232,6 +230,12 @@ class Table:
                 cells.append(Text.assemble(prefix, (f"{_accuracy(cell):>4}", style), f" {rounded(cell.share):<5}"))
             table.add_row(*cells)
         return table
+
+    def marks(self) -> str:
+        """What R and - in a cell mean, as far as the table has them."""
+        cells = [cell for row in self.rows for _, cell in self._shown(row.metrics)]
+        several = " (0.97R2: in 2 seeds)" if any(cell.rejected for cell in cells) else ""
+        return f"R: all rejected{several}" + ("; -: no such points" if any(cell.empty for cell in cells) else "")
 
     def _columns(self, y: str, y_hat: str, escape: Callable[[str], str] = str) -> list[str]:
         if len(self.class_names) > _MANY:

@@ -281,7 +281,7 @@ class Tables:
         parts = [
             self._markdown("selective"),
             self._markdown("generation"),
-            f"**{full} = {self.alpha:g}.**\n\n{self.full().markdown()}",
+            f"**{full} = {self.alpha:g}.** {self.full().marks()}.\n\n{self.full().markdown()}",
             self._markdown("calibration"),
             *(comparison.statement() + "\n" for comparison in self.comparisons),
         ]
