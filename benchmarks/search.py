@@ -71,7 +71,8 @@ def best_of(lm: SDMLanguageModel, prompts: list[str], n: int, temperature: float
     for seed in range(1, n):
         candidates.append(lm.generate(prompts, temperature=temperature, seed=seed, **how))
     scores = [log_probabilities(lm, prompts, [a.text for a in answers]) for answers in candidates]
-    return [max(zip(at, some, strict=True), key=lambda pair: pair[0])[1] for at, some in _by_prompt(scores, candidates)]
+    best = [max(zip(at, some, strict=True), key=lambda pair: pair[0])[1] for at, some in _by_prompt(scores, candidates)]
+    return [dataclasses.replace(answer, tries=n) for answer in best]
 
 
 def _by_prompt(scores: list[list[float]], candidates: list[list[Verification]]) -> Any:

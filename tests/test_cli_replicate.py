@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
@@ -114,7 +115,8 @@ def here(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_run_has_its_model_and_evaluations_and_no_checkpoints(whole: Path) -> None:
     assert {p.name for p in whole.iterdir()} == {
-        "tiny-none", "tiny-sdm_hn", "tables.csv", "tables.json", "tables.md", "tables.tex", "report.html",
+        "tiny-none", "tiny-sdm_hn", "tables.csv", "tables.json", "tables.md", "tables.tex", "training.csv",
+        "report.html",
     }  # fmt: skip
     for name in ("tiny-none", "tiny-sdm_hn"):
         for seed in (0, 1):
@@ -157,6 +159,17 @@ def test_tables_are_those_of_the_runs(whole: Path) -> None:
     assert "Training curves of tiny" in (whole / "report.html").read_text()
     assert "SDM + HN" in (whole / "tables.tex").read_text()
     assert (whole / "tables.csv").read_text().startswith("table,dataset,model")
+
+
+def test_the_log_of_every_run_is_kept_line_by_line(whole: Path) -> None:
+    lines = list(csv.DictReader((whole / "training.csv").open()))
+    runs = read_runs(whole)
+    assert [(x["model"], x["seed"]) for x in lines] == [(r.label, str(r.seed)) for r in runs for _ in r.history]
+    logs = [row for run in runs for row in run.history]
+    assert {"loss", "base", "eval_loss", "eval_admitted", "train_runtime"} <= set(lines[0])
+    for line, row in zip(lines, logs, strict=True):
+        numbers = {k: v for k, v in line.items() if k not in ("family", "model", "seed")}
+        assert {k: float(v) for k, v in numbers.items() if v} == {k: v for k, v in row.items() if v is not None}
 
 
 def test_a_finished_replication_only_makes_its_tables_again(

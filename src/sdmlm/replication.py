@@ -6,7 +6,9 @@ generation; a `Run` is one model with its evaluations. `sdmlm.replication_tables
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import json
 import pkgutil
 import warnings
@@ -276,3 +278,15 @@ def read_runs(folder: str | Path) -> list[Run]:
         history = record["log_history"]
         runs.append(Run(**names, evaluations={test: one for test, (one, _) in found.items()}, history=history))
     return runs
+
+
+def training_csv(runs: Sequence[Run]) -> str:
+    """What was logged while the runs were trained: a line for each log, a column for each number."""
+    logs = [(run, row) for run in runs for row in run.history]
+    names = sorted({name for _, row in logs for name in row} - {"step", "epoch"})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["family", "model", "seed", "step", "epoch", *names])
+    for run, row in logs:
+        writer.writerow([run.family, run.label, run.seed, *(row.get(name) for name in ("step", "epoch", *names))])
+    return out.getvalue()

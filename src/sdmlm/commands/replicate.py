@@ -30,7 +30,7 @@ EXAMPLES = """\
   sdmlm replicate recipes/stories15m/ce_hn.yaml recipes/stories15m/sdm_hn.yaml --output runs/stories15m --seeds 0 1 2
   accelerate launch --num_processes 4 -m sdmlm.cli replicate recipes/phi-3.5-mini --output runs/phi-3.5-mini"""
 
-WRITTEN = ("tables.csv", "tables.json", "tables.md", "tables.tex", "report.html")
+WRITTEN = ("tables.csv", "tables.json", "tables.md", "tables.tex", "training.csv", "report.html")
 _CONTENT = ("data", "calibration", "task", "tests")  # what two recipes of the same run share beside the settings
 
 
@@ -368,7 +368,7 @@ def _rows(job: Job, test: str) -> PreferenceRows:
 def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """The tables over all that is finished in DIR, also by earlier calls and by other processes."""
     from sdmlm.artifacts import write_text_atomically
-    from sdmlm.replication import read_runs
+    from sdmlm.replication import read_runs, training_csv
     from sdmlm.replication_tables import tables
     from sdmlm.report.replication import write_report
 
@@ -383,6 +383,7 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
     write_text_atomically(folder / "tables.csv", found.csv())
     write_text_atomically(folder / "tables.md", found.markdown())
     write_text_atomically(folder / "tables.tex", found.latex())
+    write_text_atomically(folder / "training.csv", training_csv(runs))
     write_report(
         folder / "report.html", runs, found, published={job.settings["task"] for job in jobs} == {"word_ordering"}
     )
