@@ -6,7 +6,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -165,12 +165,23 @@ def test_split_of_unfinished_generations() -> None:
 def test_generated_ids_are_read_back(name: str, body: str, verified: bool, word: str) -> None:
     """The ids a model would emit give the body back, and the generation ends exactly where the closing tag does."""
     encoder, body = ENCODERS[name], word + body
+    assume(encoder.tags.read(body + "\n<verified>") == (body, None))  # no further tag, whole or begun, at its end
     document = encoder.encode("Say hi.", body, verified)
     emitted = document.input_ids[len(encoder.encode_prompt("Say hi.")) :]
     ended = [encoder.ends(emitted[: n + 1]) for n in range(len(emitted))]
     assert ended == ["</verified>" in encoder.decode(emitted[: n + 1]) for n in range(len(emitted) - 1)] + [True]
     assert encoder.read(emitted) == encoder.read(emitted[:-1]) == (body, verified)
     assert encoder.read([*emitted, 7, 8]) == (body, verified)
+
+
+def test_a_tag_that_was_cut_off_is_no_part_of_a_generated_answer() -> None:
+    """Hard negatives are read as answers in use are."""
+    encoder = ENCODERS["byte-level"]
+    for text in ("abc\n<ver", "abc\n<", "abc<ver", "abc\n<verified>", "abc\n"):
+        assert encoder.read(encoder.continuation(text)) == ("abc", None)
+    for text in ("abc\n<\n<verified>No", "abc<ver<verified>No", "abc\n<verified>Yes\n<verified>No"):
+        assert encoder.read(encoder.continuation(text)) == ("abc", False)
+    assert encoder.read(encoder.continuation("abc <")) == ("abc <", None)
 
 
 def test_tags_are_configurable_in_one_place() -> None:

@@ -30,7 +30,6 @@ from sdmlm.final_layer import layer_sha256
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
 from sdmlm.replication import Evaluation, evaluation_file, write_evaluation
-from sdmlm.verification import bare
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
 SUFFIXED = ["abc\n<verified>Yes</verified>", "abc\n<verified>No</ver", "good\n<verified>Yes</verified> bad", ""]
@@ -375,7 +374,7 @@ def test_pieces_are_the_text(lm: SDMLanguageModel, wild: list[Verification]) -> 
 
 @pytest.mark.parametrize("text", SUFFIXED)
 def test_only_a_suffix_is_taken_off(lm: SDMLanguageModel, text: str) -> None:
-    v, expected = lm.verify("abc=", text), bare(text, VerificationTags())
+    v, expected = lm.verify("abc=", text), VerificationTags().bare(text)
     assert v.text == expected
     same(v, lm.verify("abc=", expected))
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import slow
+from hypothesis import given
+from hypothesis import strategies as st
 from test_encoding import byte_level
 from tiny_lm import tiny_tokenizer
 
@@ -17,7 +19,7 @@ from sdmlm.explain import Exemplar
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
 from sdmlm.scores import Scores
-from sdmlm.verification import AnswerText, Sampling, Verification, bare, decided, widened
+from sdmlm.verification import AnswerText, Sampling, Verification, decided, widened
 
 WRITTEN = [
     "abc",
@@ -33,6 +35,10 @@ WRITTEN = [
     "abc\n<",
     "abc<",
     "abc\n<verend",
+    "abc\n<\n<verified>Yes</verified>",
+    "abc\n<ver\n<verified>Yes</verified>",
+    "abc\n<ver<verified>No",
+    "abc<ver<ver",
     "",
 ]
 
@@ -51,7 +57,8 @@ def read_slowly(text: str, stop: str) -> str:
     for k in range(len("\n<verified"), 1, -1):  # a tag that was cut off, at least its first character
         if text.endswith("\n<verified"[:k]):
             text = text[:-k]
-    return bare(text, VerificationTags())
+            break
+    return VerificationTags().bare(text)
 
 
 @pytest.mark.parametrize("written", WRITTEN)
@@ -138,6 +145,8 @@ def test_a_tag_is_never_heard(encoder: Encoder) -> None:
         ("abc\n<verified>No</ver", "abc"),
         ("abc\n<verif", "abc"),
         ("abc\n<verified>Yes</verified>\n<v", "abc"),
+        ("abc<ver<ver", "abc"),
+        ("abc\n<verified>Yes</verified>\n<ver<verified>No\n<v", "abc"),
         ("abc <", "abc <"),
         ("abc\n", "abc\n"),
         ("abc\n<verified>Maybe", "abc\n<verified>Maybe"),
@@ -146,8 +155,17 @@ def test_a_tag_is_never_heard(encoder: Encoder) -> None:
     ],
 )
 def test_only_a_suffix_is_taken_off(text: str, expected: str) -> None:
-    assert bare(text, VerificationTags()) == expected
-    assert bare(expected, VerificationTags()) == expected
+    assert VerificationTags().bare(text) == expected
+    assert VerificationTags().bare(expected) == expected
+
+
+@given(st.lists(st.sampled_from([*"<ver\na", "<verified>", "Yes", "No", "</verified>", "</ver", " "]), max_size=12))
+def test_what_is_left_is_left(parts: list[str]) -> None:
+    """A text that was judged is judged as the same text again."""
+    tags = VerificationTags()
+    once = tags.bare("".join(parts))
+    assert tags.bare(once) == once
+    assert "".join(parts).startswith(once)
 
 
 def verification(**changes: Any) -> Verification:
@@ -213,5 +231,6 @@ def test_thresholds_give_way_to_rounding_but_never_by_a_neighbour(q_min: float, 
 def test_many_suffixes_take_no_longer_for_being_many() -> None:
     """One pass from the end: a body of a megabyte must not keep a server busy for seconds."""
     tags = VerificationTags()
-    assert bare("abc" + "\n<verified>" * 50_000, tags) == "abc"
-    assert bare("abc" + "<verified>No</verified> \n" * 20_000, tags) == "abc"
+    assert tags.bare("abc" + "\n<verified>" * 50_000) == "abc"
+    assert tags.bare("abc" + "<verified>No</verified> \n" * 20_000) == "abc"
+    assert tags.bare("abc" + "<ver" * 50_000) == "abc"

@@ -11,6 +11,7 @@ after BOS if the tokenizer adds one, and EOS closes the turn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,44 @@ class VerificationTags:
             body, rest = generated, ""
         verdict = True if rest.startswith(self.yes) else False if rest.startswith(self.no) else None
         return body.removesuffix(self.separator), verdict
+
+    def read(self, generated: str) -> tuple[str, bool | None]:
+        """As `split`, but the body never ends in a tag or the beginning of one, which a limit may have cut off."""
+        body, verdict = self.split(generated)
+        cut = overlap(body, self.separator + self.open)
+        return self.bare(body[: len(body) - cut] if cut > len(self.separator) else body), verdict
+
+    def bare(self, text: str) -> str:
+        """A text without a verification suffix at its end, whole or cut off, however many there are.
+
+        A single character that a tag begins with may be text like any other, and stays.
+        """
+
+        def before(at: int) -> int:
+            return at - len(self.separator) * text.endswith(self.separator, 0, at)
+
+        end, at = len(text), text.rfind(self.open)
+        while True:
+            begun = overlap(text[max(0, end - len(self.open)) : end], self.open)
+            left = before(end - begun) if begun > 1 else end
+            while at >= 0:
+                rest = text[at + len(self.open) : left].strip()
+                if at + len(self.open) > left:
+                    at = text.rfind(self.open, 0, left)
+                elif any(self.answer(verified).startswith(rest) for verified in (True, False)):
+                    left = before(at)
+                else:
+                    break
+            if left == end:
+                return text[:end]
+            end = left
+
+    def certain(self, text: str) -> str:
+        """Of a text that goes on, or goes on with a tag, what is surely part of the answer."""
+        marks = (self.separator + self.open, self.open, self.separator)
+        while begun := max(overlap(text, mark) for mark in marks):
+            text = text[:-begun]
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +290,13 @@ class Encoder:
         window = len(self.tags.close.encode())  # each of its tokens spells at least one byte of the tag
         return self._may_close[newest] and self.tags.close in self.decode(generated[-window:])
 
+    def turn(self, generated: Sequence[int]) -> list[int]:
+        """Generated ids up to the end of the turn."""
+        return list(itertools.takewhile(lambda i: i not in self.stop_ids, generated))
+
     def read(self, generated: Sequence[int]) -> tuple[str, bool | None]:
-        """Body and verdict of generated ids."""
-        end = next((n for n, i in enumerate(generated) if i in self.stop_ids), len(generated))
-        return self.tags.split(self.decode(generated[:end]))
+        """Answer and verdict in generated ids."""
+        return self.tags.read(self.decode(self.turn(generated)))
 
 
 def encode(
@@ -286,6 +328,11 @@ def collate(documents: Sequence[Encoded], pad_id: int) -> dict[str, Tensor]:
         "labels": padded([d.labels for d in documents], IGNORED),
         "verified_at": torch.tensor([d.verified_at for d in documents]),
     }
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of the text that the mark begins with."""
+    return next((k for k in range(min(len(text), len(mark)), 0, -1) if text.endswith(mark[:k])), 0)
 
 
 def completion_text(completion: str | Messages) -> str:

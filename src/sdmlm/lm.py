@@ -30,7 +30,7 @@ from sdmlm.record import copy_record
 from sdmlm.region import HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
 from sdmlm.summary import GenerationReader, embed_sequences
-from sdmlm.verification import Answer, AnswerText, Sampling, Verification, bare, check_whole, widened
+from sdmlm.verification import Answer, AnswerText, Sampling, Verification, check_whole, widened
 
 if TYPE_CHECKING:
     from sdmlm.search import SearchPolicy
@@ -323,10 +323,9 @@ class SDMLanguageModel:
 
     def _up_to_tag(self, ids: list[int]) -> list[int]:
         """Generated ids up to and including their right-most `<verified>`, or with one appended."""
-        end = next((n for n, i in enumerate(ids) if i in self.encoder.stop_ids), len(ids))
-        tag = self.encoder.open_ids
-        at = next((n for n in range(end - len(tag), -1, -1) if ids[n : n + len(tag)] == tag), end)
-        return ids[:at] + tag
+        turn, tag = self.encoder.turn(ids), self.encoder.open_ids
+        ends = range(len(turn) - len(tag), -1, -1)
+        return turn[: next((n for n in ends if turn[n : n + len(tag)] == tag), len(turn))] + tag
 
     def _given(self, n: int, prompt: PromptIds, completion: Any) -> Answer:
         """A completion that somebody else wrote."""
@@ -336,7 +335,7 @@ class SDMLanguageModel:
             raise ValueError(
                 f"Completion {n} is {type(completion).__name__}: give text, or a list with one assistant message."
             )
-        text = bare(completion_text(completion), self.tags)
+        text = self.tags.bare(completion_text(completion))
         _check_spelling(text, f"Completion {n}")
         try:
             ids = self.encoder.encode_for_judging(prompt, text)

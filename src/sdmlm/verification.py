@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sdmlm.encoding import Encoder, VerificationTags
+from sdmlm.encoding import Encoder, overlap
 from sdmlm.explain import Exemplar
 from sdmlm.layer import ALPHA_GRID, highest_alpha
 from sdmlm.region import HighReliabilityRegion, membership
@@ -120,36 +120,26 @@ class AnswerText:
 
     def verbatim(self, ids: Sequence[int]) -> str:
         """What the LM wrote up to its end of turn."""
-        end = next((n for n, i in enumerate(ids) if i in self._encoder.stop_ids), len(ids))
-        return self._encoder.decode(ids[:end])
+        return self._encoder.decode(self._encoder.turn(ids))
 
     def read(self, text: str) -> tuple[str, bool | None]:
         """(answer, the LM's own verdict) in what the LM wrote (`verbatim`), up to a stop string."""
-        tags = self._encoder.tags
-        body, verdict = tags.split(text[: self._first_stop(text)])
-        begun = overlap(body, tags.separator + tags.open)  # a tag that a limit or a stop string has cut off
-        return bare(body[: len(body) - begun] if begun > len(tags.separator) else body, tags), verdict
+        return self._encoder.tags.read(text[: self._first_stop(text)])
 
     def piece(self, ids: Sequence[int]) -> str:
         """What has become certain since the last call: no part of a tag, of a stop string, or of half a character."""
         tags, text = self._encoder.tags, self.verbatim(ids)
         text, tag, _ = text[: self._first_stop(text)].partition(tags.open)
         if tag:
-            text = text.removesuffix(tags.separator)
+            text = tags.certain(text)
         else:
             text = text.rstrip("\ufffd")
             # A stop string may end the answer where it begins, and then what a tag begins with is no part of it either.
             ends = (text, text[: len(text) - max((overlap(text, stop) for stop in self._stop), default=0)])
-            text = min((self._certain(end) for end in ends), key=len)
+            text = min((tags.certain(end) for end in ends), key=len)
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
-
-    def _certain(self, text: str) -> str:
-        """Without what may be the beginning of a tag, and without the separator before it."""
-        tags = self._encoder.tags
-        text = text[: len(text) - max(overlap(text, mark) for mark in (tags.separator + tags.open, tags.open))]
-        return text[: len(text) - overlap(text, tags.separator)]
 
     def last(self, text: str) -> str:
         """What the pieces so far leave out of the finished answer."""
@@ -179,25 +169,6 @@ def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], al
     )
 
 
-def bare(text: str, tags: VerificationTags) -> str:
-    """A text without a verification suffix at its end, whole or cut off, however many there are.
-
-    A single character that a tag begins with may be text like any other, and stays.
-    """
-
-    def before(at: int) -> int:
-        return at - len(tags.separator) * text.endswith(tags.separator, 0, at)
-
-    begun = overlap(text, tags.open)
-    end = before(len(text) - begun) if begun > 1 else len(text)
-    while (at := text.rfind(tags.open, 0, end)) >= 0:
-        rest = text[at + len(tags.open) : end].strip()
-        if not any(tags.answer(verified).startswith(rest) for verified in (True, False)):
-            break
-        end = before(at)
-    return text[:end]
-
-
 def check_whole(name: str, value: Any, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -206,8 +177,3 @@ def check_whole(name: str, value: Any, least: int) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text that the mark begins with."""
-    return next((k for k in range(min(len(text), len(mark)), 0, -1) if text.endswith(mark[:k])), 0)

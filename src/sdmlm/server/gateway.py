@@ -19,7 +19,6 @@ from sdmlm.server.protocol import Ask, Document, Prompt
 from sdmlm.server.settings import Upstream
 from sdmlm.server.upstream import ask_events, ask_json, failed
 from sdmlm.server.work import DEFAULT_BUDGET, Judged
-from sdmlm.verification import overlap
 
 
 @dataclass
@@ -125,12 +124,7 @@ class BodyText:
     def piece(self, new: str) -> str:
         """What has become certain with some more text."""
         self._text += new
-        text, tag, _ = self._text.partition(self._tags.open)
-        if tag:
-            text = text.removesuffix(self._tags.separator)
-        else:
-            marks = (self._tags.separator + self._tags.open, self._tags.open)
-            text = text[: len(text) - max(overlap(text, mark) for mark in marks)]
+        text = self._tags.certain(self._text.partition(self._tags.open)[0])
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
