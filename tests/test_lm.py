@@ -27,6 +27,7 @@ from sdmlm.artifacts import read_facts, write_facts
 from sdmlm.encoding import VerificationTags
 from sdmlm.explain import reason
 from sdmlm.final_layer import layer_sha256
+from sdmlm.forward import inner_lm
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
 from sdmlm.replication import Evaluation, evaluation_file, write_evaluation
@@ -681,6 +682,24 @@ def test_an_adapter_folder(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "again" / "model.safetensors").exists()
     all_same(SDMLanguageModel.from_pretrained(tmp_path / "again").generate(PROMPTS[:5]), found)
+
+
+@pytest.mark.parametrize("kind", ["dora", "vera"])
+def test_adapters_that_transformers_does_not_open_whole(tmp_path: Path, kind: str) -> None:
+    """It leaves out the magnitudes of DoRA, and does not know VeRA; here the weights are those that were trained."""
+    from peft import LoraConfig, VeraConfig
+
+    tiny_lm(max_position_embeddings=96).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    config = LoraConfig(**plain, use_dora=True, lora_dropout=0.0) if kind == "dora" else VeraConfig(**plain)
+    folder = train(tmp_path, peft_config=config, model=base, num_train_epochs=1, learning_rate=3e-2)
+    lm = SDMLanguageModel.from_pretrained(folder)  # which compares the fingerprint of the weights
+    trained = {name: p for name, p in base.named_parameters() if kind in name or "magnitude" in name}
+    opened = dict(inner_lm(lm.model).named_parameters())
+    assert trained
+    assert all(torch.equal(p, opened[name]) for name, p in trained.items())
+    assert lm.generate(PROMPTS[0]).text
 
 
 def test_the_hub(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from sdmlm.layer import ALPHA_GRID
 from sdmlm.region import HighReliabilityRegion
 from sdmlm.search import AGAIN, KINDS, SearchPolicy, reprompted
 from sdmlm.search_calibration import SearchCalibration, calibrate_search, verified_region
-from sdmlm.verification import Verification
+from sdmlm.verification import Sampling, Verification
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
 HOT = SearchPolicy("resample", budget=3, temperature=1.5)
@@ -54,6 +54,15 @@ def chat(chat_folder: Path) -> SDMLanguageModel:
 
 def key(v: Verification) -> tuple[Any, ...]:
     return v.text, v.verdict, v.accepted, v.q, round(v.probability, 5), v.generated
+
+
+def test_an_alpha_that_a_search_was_not_calibrated_for_is_refused() -> None:
+    region = HighReliabilityRegion(0.9, 1.0, (0.9, 0.9))
+    rows: dict[str, Any] = {"ids": (0,), "labels": (1,), "predictions": (1,), "q_prime": (3.0,), "p": ((0.1, 0.9),)}
+    found = SearchCalibration(HOT, 0.9, Sampling(5), "x", **rows, tries=(1,), regions=(region,))
+    assert found.region().alpha == 0.9
+    with pytest.raises(ValueError, match=r"calibrated for alpha 0\.9, not 0\.947"):
+        found.region(0.947)
 
 
 def by_hand(

@@ -645,6 +645,34 @@ def test_the_caller_keeps_its_config(tmp_path: Path) -> None:
     assert trainer.args.max_new_tokens > 3
 
 
+def test_models_that_could_not_be_trained_or_opened_again_are_refused(tmp_path: Path) -> None:
+    from accelerate import dispatch_model
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PROMPT_TUNING puts virtual tokens"):
+        make(tmp_path, peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match='named mine: name it "default"'):
+        make(tmp_path, model=get_peft_model(tiny_lm(), lora, adapter_name="mine"))
+    with pytest.raises(ValueError, match="has an adapter already"):
+        make(tmp_path, model=get_peft_model(tiny_lm(), lora), peft_config=lora)
+    with pytest.raises(ValueError, match="load it onto one device"):
+        make(tmp_path, model=dispatch_model(tiny_lm(), {"": "cpu"}, force_hooks=True, main_device="cpu"))
+
+
+def test_an_adapter_folder_is_trained_further(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    tiny_lm().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    trainer = make(tmp_path, model=str(tmp_path / "adapter"))
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
 def test_lora(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel
 

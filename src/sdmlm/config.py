@@ -25,8 +25,8 @@ LAYER_FIELDS = {
 }
 
 
-_BY_CLASS = ("sdm_loss", "sdm_accuracy", "mean_q", "psi")
-# Of an evaluation; with loss="ce" only the first
+_BY_CLASS = ("sdm_loss", "sdm_accuracy", "mean_q")
+# Of an evaluation, to choose a checkpoint by; with loss="ce" only the first. Not psi, which is infinite without a region.
 METRICS = ("loss", "sdm_loss", "q_min", "admitted", *(f"{name}_{c}" for name in _BY_CLASS for c in (0, 1)))
 
 

@@ -11,6 +11,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,23 @@ _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 _OTHER_HEADS = ("summary_", "classifier_")
 
 
+def open_lm(name: str | Path, dtype: Any, trainable: bool = False) -> Any:
+    """The causal LM of a folder or of the Hub; `trainable` is about the adapter, where it has one.
+
+    Adapters are opened by PEFT: `AutoModelForCausalLM` does not know all kinds, and of DoRA it leaves out a part.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(str(name)) is None:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(str(name))
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, dtype=dtype, revision=config.revision)
+    return PeftModel.from_pretrained(base, str(name), is_trainable=trainable)
+
+
 def inner_lm(model: Any) -> Any:
     """The Hugging Face causal LM inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -39,6 +57,10 @@ def allow_inside(model: Any) -> None:
     # Marked on the LM and not on its forward, which Accelerate may have wrapped since (autocast).
     if getattr(lm, "_allows_inside", False):
         return
+    if not isinstance(lm.forward, types.MethodType):  # Accelerate has put a hook around it
+        raise ValueError(
+            "The model is spread over several devices, or partly on disk (device_map): load it onto one device."
+        )
     plain = lm.forward.__func__
 
     @functools.wraps(plain)

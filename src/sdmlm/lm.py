@@ -24,7 +24,7 @@ from sdmlm.estimator import SDMEstimator
 from sdmlm.explain import Exemplar, exemplars_of, reason
 from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
 from sdmlm.final_layer import fingerprint, read_final_layer_facts, write_final_layer
-from sdmlm.forward import inner_lm
+from sdmlm.forward import inner_lm, open_lm
 from sdmlm.negatives import generate
 from sdmlm.record import copy_record
 from sdmlm.region import HighReliabilityRegion, check_alpha
@@ -495,10 +495,10 @@ class SDMLanguageModel:
             raise ValueError(
                 f"{sdm} was written by a newer sdmlm (format {version}, this one reads up to {FORMAT_VERSION}): upgrade."
             )
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        tokenizer = loaded(AutoTokenizer, folder, "tokenizer", path)
-        model = loaded(AutoModelForCausalLM, folder, "model", path, dtype=dtype or "auto").to(where)
+        tokenizer = loaded(AutoTokenizer.from_pretrained, folder, "tokenizer", path)
+        model = loaded(open_lm, folder, "model", path, dtype=dtype or "auto").to(where)
         if not allow_other_weights and fingerprint(inner_lm(model).state_dict()) != expected:
             raise ValueError(
                 f"The SDM layer in {sdm} was fitted over other weights than those of the model beside it: run sdmlm "
@@ -596,10 +596,10 @@ def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]
         raise ValueError(f"{path} is no folder here, and the Hub did not give it: {why}.") from error
 
 
-def loaded(kind: Any, folder: str | Path, what: str, path: str | Path, **options: Any) -> Any:
-    """What `kind.from_pretrained` gives for a folder, called `path`; trouble is told in a sentence."""
+def loaded(load: Callable[..., Any], folder: str | Path, what: str, path: str | Path, **options: Any) -> Any:
+    """What `load` gives for a folder, called `path`; trouble is told in a sentence."""
     try:
-        return kind.from_pretrained(folder, **options)
+        return load(folder, **options)
     except Exception as error:  # damaged files and missing packages end in errors of any kind
         why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
         raise ValueError(f"The {what} of {path} could not be loaded: {why}.") from error

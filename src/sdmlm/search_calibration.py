@@ -65,7 +65,12 @@ class SearchCalibration:
         """The region of the policy's final answers, at the alpha of its branching or another of `regions`."""
         alpha = self.alpha if alpha is None else check_alpha(alpha)
         if alpha not in self._regions:
-            own = next(region for region in self.regions if region.alpha == alpha)
+            own = next((region for region in self.regions if region.alpha == alpha), None)
+            if own is None:
+                known = ", ".join(f"{region.alpha:g}" for region in self.regions)
+                raise ValueError(
+                    f"This search was calibrated for alpha {known}, not {alpha:g}: calibrate it for that too."
+                )
             p, predictions = np.array(self.p).reshape(-1, 2), np.array(self.predictions)
             self._regions[alpha] = verified_region(np.array(self.q_prime), p, predictions, np.array(self.labels), own)
         return self._regions[alpha]

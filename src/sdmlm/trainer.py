@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, set_seed
+from transformers import AutoTokenizer, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
@@ -51,6 +51,7 @@ from sdmlm.forward import (
     has_dropout,
     inner_lm,
     logits_and_states_of,
+    open_lm,
     over_documents,
     read_documents,
     states_of,
@@ -100,13 +101,18 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             )
         if isinstance(model, (str, Path)):
             processing_class = processing_class or AutoTokenizer.from_pretrained(model)
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            model = open_lm(model, torch.float32, trainable=True)
         if processing_class is None:
             name = getattr(model.config, "_name_or_path", "")
             if not name:
                 raise ValueError("SDMTrainer needs a tokenizer: give processing_class.")
             processing_class = AutoTokenizer.from_pretrained(name)
         if peft_config is not None:
+            if hasattr(model, "peft_config"):
+                raise ValueError(
+                    "The model has an adapter already: leave out peft_config (lora_r) to train it further, or merge it "
+                    "into the model first."
+                )
             from peft import get_peft_model, prepare_model_for_kbit_training
 
             if _is_quantised(model):
@@ -114,6 +120,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
                 model = prepare_model_for_kbit_training(model, args.gradient_checkpointing, options)
             set_seed(args.seed)  # the adapter's first weights are random, and drawn before Trainer sets it
             model = get_peft_model(model, peft_config)
+        _check_adapter(model)
         if isinstance(reward_funcs, (list, tuple)):
             if len(reward_funcs) != 1:
                 raise ValueError(f"SDMTrainer takes one reward, got {len(reward_funcs)}: combine them in one function.")
@@ -539,6 +546,22 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
     def _times(self) -> dict[str, float]:
         names = [name for name in self._metrics if name.startswith("time/")]
         return {name: float(sum(self._metrics.pop(name))) for name in names}
+
+
+def _check_adapter(model: Any) -> None:
+    """Refuse adapters of PEFT that would be trained for nothing: they could not be opened again, or see no documents."""
+    if not hasattr(model, "get_base_model"):
+        return
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{model.active_peft_config.peft_type.value} puts virtual tokens before a document, which SDM fine-tuning cannot "
+            "do: use an adapter of the weights, such as LoRA."
+        )
+    if model.active_adapters != ["default"]:
+        raise ValueError(
+            f'The adapter of the model is named {", ".join(model.active_adapters)}: name it "default", for a saved folder '
+            "opens with no other."
+        )
 
 
 def _is_quantised(model: Any) -> bool:

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,14 +219,14 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     _check_model_folder(model_path(model))
-    return loaded(AutoTokenizer, model, "tokenizer")
+    return loaded(AutoTokenizer.from_pretrained, model, "tokenizer")
 
 
-def load_model(model: str, dtype: Any) -> Any:
+def load_model(model: str, dtype: Any, trainable: bool = False) -> Any:
     """The causal LM of a folder or of the Hub."""
-    from transformers import AutoModelForCausalLM
+    from sdmlm.forward import open_lm
 
-    return loaded(AutoModelForCausalLM, model, "model", dtype=dtype)
+    return loaded(open_lm, model, "model", dtype=dtype, trainable=trainable)
 
 
 def model_path(model: str) -> str:
@@ -234,11 +234,11 @@ def model_path(model: str) -> str:
     return str(BASE_MODEL) if model == "demo" else model
 
 
-def loaded(kind: Any, model: str, what: str, **options: Any) -> Any:
-    """What `kind.from_pretrained` gives for a model; trouble is told in a sentence."""
+def loaded(load: Callable[..., Any], model: str, what: str, **options: Any) -> Any:
+    """What `load` gives for a model; trouble is told in a sentence."""
     from sdmlm import lm
 
-    return lm.loaded(kind, model_path(model), what, model, **options)
+    return lm.loaded(load, model_path(model), what, model, **options)
 
 
 def check_lengths(encoder: Any, rows: list[dict[str, Any]], source: str) -> None:

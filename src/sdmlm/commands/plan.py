@@ -181,7 +181,7 @@ def _skeleton(settings: dict[str, Any]) -> Any:
     folder = Path(calibrate.model_path(settings["model"]))
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds an adapter: merge it into its model first (peft: merge_and_unload).")
-    config = calibrate.loaded(AutoConfig, settings["model"], "configuration")
+    config = calibrate.loaded(AutoConfig.from_pretrained, settings["model"], "configuration")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
