@@ -117,11 +117,18 @@ def test_scores_equal_those_by_hand(classes):
     assert 0 < scores.accepted.sum() < len(scores)
 
 
-def test_gradients_may_be_switched_off_around_it():
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_modes_of_the_caller_change_nothing(mode):
     X, y = blobs(60)
-    with torch.no_grad():
+    plain = SDMEstimator(**SMALL).fit(X, y)
+    with mode():
         inside = SDMEstimator(**SMALL).fit(X, y)
-    assert same(inside.score(X), SDMEstimator(**SMALL).fit(X, y).score(X))
+        scores, of_tensor = plain.score(X), plain.score(torch.from_numpy(X))
+    assert same(inside.score(X), plain.score(X))
+    assert same(scores, plain.score(X))
+    assert same(of_tensor, plain.score(X))
 
 
 def test_same_seed_same_result_and_another_seed_another():

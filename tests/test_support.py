@@ -41,6 +41,31 @@ def test_agrees_with_the_slow_walk(seed, grid):
     assert_like_slow(SupportSet(vectors, labels, predictions), vectors, labels, predictions, queries, guesses)
 
 
+@pytest.mark.parametrize("grid", [False, True], ids=["random", "ties"])
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-18, 1e10, 1e18, 1e20, 1e30])
+def test_vectors_whose_squares_float32_cannot_hold(scale, grid):
+    rng = np.random.default_rng(0)
+    vectors, labels, predictions, queries, guesses = problem(rng, grid=grid, m=2 if grid else 5)
+    vectors, queries = (scale * v.astype(np.float64) for v in (vectors, queries))
+    vectors, queries = vectors.astype(np.float32), np.concatenate([queries, 0 * queries[:1]]).astype(np.float32)
+    guesses = np.append(guesses, 0)
+    assert_like_slow(SupportSet(vectors, labels, predictions), vectors, labels, predictions, queries, guesses)
+    queries[0] = 1e25  # beside a support of any scale
+    assert_like_slow(SupportSet(vectors, labels, predictions), vectors, labels, predictions, queries[:1], guesses[:1])
+
+
+def test_autocast_of_the_caller_changes_nothing():
+    rng = np.random.default_rng(0)
+    vectors, labels, predictions, queries, guesses = problem(rng, n=400, m=64, n_queries=100)
+    support = SupportSet(vectors, labels, predictions)
+    plain, near = support.query(queries, guesses), support.neighbors(queries, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, also = support.query(queries, guesses), support.neighbors(queries, 3)
+    assert torch.equal(plain.q, found.q)
+    assert torch.equal(plain.d_nearest, found.d_nearest)
+    assert all(torch.equal(a, b) for a, b in zip(near, also, strict=True))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_query_in_the_support_ignores_its_own_entry(seed):
     rng = np.random.default_rng(seed)

@@ -5,11 +5,24 @@ Shapes: z (N, C), q (N,), d (N,), y (N,). Everything is differentiable in z; no 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 # q of the first training epoch: 2 + q = e, and with d = 1 the SDM activation is softmax.
 Q_SOFTMAX = 2.718281828459045 - 2.0
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Arithmetic as it is written, also under a caller's autocast, which would round products to half precision."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", accelerator.type if accelerator else "cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _log_base(z: Tensor, q: Tensor) -> Tensor:

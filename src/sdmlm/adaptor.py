@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdmlm.activation import Q_SOFTMAX, sdm_losses
+from sdmlm.activation import Q_SOFTMAX, full_precision, sdm_losses
 from sdmlm.region import DistanceCDF
 from sdmlm.support import SupportSet
 
@@ -37,6 +37,7 @@ class ExemplarAdaptor:
     def standardize(self, x: Tensor) -> Tensor:
         return (x - self.mean).div_(self.std)
 
+    @full_precision()
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(h' (N, M) float32, z' (N, C) float64) of raw vectors x (N, D).
 
@@ -79,6 +80,8 @@ def balanced_loss(losses: Tensor, labels: Tensor, n_classes: int) -> float:
     return float((sums / torch.bincount(labels, minlength=n_classes)).mean())
 
 
+@torch.inference_mode(False)  # wherever the caller is: optimizers need ordinary tensors
+@full_precision()
 def train_adaptor(
     train: tuple[Tensor, Tensor],
     calibration: tuple[Tensor, Tensor],

@@ -13,6 +13,7 @@ tight beside their distance from each other), the batch starts again with produc
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,10 +24,13 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from sdmlm.activation import full_precision
+
 # Rounding errors of a length-M dot product grow like sqrt(M); eight standard deviations are never exceeded in practice
 # (Higham & Mary 2019: each one with probability below 1e-13).
 _SIGMAS = 8.0
 
+_LEAST, _MOST = 1e-25, 1e37  # squared norms with which products in float32 keep their relative precision
 _QUERY_BLOCK = 512  # queries a time: enough to keep the matrix product busy
 _SUPPORT_BLOCK = 4096  # support rows a time, fewer where memory_mb says so
 
@@ -83,6 +87,9 @@ class SupportSet:
             self._near = self._vectors - mean
             self._norms = self._near.square().sum(dim=1)
         self._largest = float(self._norms.max()) if len(group) else 0.0
+        if not _LEAST <= self._largest <= _MOST:
+            parts = self._near.split(_SUPPORT_BLOCK) if len(group) else ()
+            self._largest = max((float(part.double().square().sum(dim=1).max()) for part in parts), default=0.0)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -103,6 +110,7 @@ class SupportSet:
         joined = torch.cat([self.vectors, vectors])
         self._arrange(joined, torch.cat([self.labels, labels]), torch.cat([self.predictions, predictions]))
 
+    @full_precision()
     def query(
         self,
         vectors: ArrayLike | Tensor,
@@ -125,6 +133,7 @@ class SupportSet:
             q.clamp_(max=self.max_q)
         return SupportMatch(q, distance.sqrt(), nearest)
 
+    @full_precision()
     def neighbors(
         self, vectors: ArrayLike | Tensor, k: int, exclude: ArrayLike | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -158,11 +167,12 @@ class SupportSet:
         return q, torch.where(first, near, stop), torch.where(first, near_at, stop_at)
 
     def _closely(self, vectors: Tensor, excluded: Tensor, ask: Callable[[_Queries], tuple[Tensor, ...]]) -> Any:
-        """Ask in the vectors' own precision, or, if too much lies too close together for that, in double."""
-        try:
-            return ask(_Queries(self, vectors, excluded, vectors.dtype))
-        except _TooClose:
-            return ask(_Queries(self, vectors, excluded, torch.float64))
+        """Ask in the vectors' own precision, or in double if too much lies too close together, or out of range, for that."""
+        queries = _Queries(self, vectors, excluded, vectors.dtype)
+        with contextlib.suppress(_TooClose):
+            if queries.in_range:
+                return ask(queries)
+        return ask(_Queries(self, vectors, excluded, torch.float64))
 
     def _queries(self, vectors: ArrayLike | Tensor) -> Tensor:
         vectors = as_vectors(vectors).to(self._vectors)
@@ -202,7 +212,9 @@ class _Queries:
         self.norm = norm.double()
         # Bounds the rounding errors of two approximate squared distances together.
         unit = torch.finfo(self.near.dtype).eps / 2
-        self.slack = (2 * _SIGMAS * self.near.shape[1] ** 0.5 * unit) * (norm + support._largest)
+        squares = norm + support._largest
+        self.slack = (2 * _SIGMAS * self.near.shape[1] ** 0.5 * unit) * squares
+        self.in_range = bool(((squares >= _LEAST) & (squares <= _MOST)).all())
 
     def full(self, value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((self.n,), value, dtype=dtype, device=self.near.device)
