@@ -328,6 +328,7 @@ def test_another_task_goes_the_same_way(here: Path) -> None:
     Path("adding").mkdir()
     recipe = (
         RECIPE.format(**SETTINGS["sdm_hn"])
+        .replace("reward: sdmlm.tasks.word_ordering:reward\n", "")  # the task's own then
         .replace("word_ordering", "arithmetic")
         .replace("epochs: 2", "epochs: 1")
         .replace("model: model", "model: longer")
@@ -335,7 +336,10 @@ def test_another_task_goes_the_same_way(here: Path) -> None:
     for name in ("train", "calibration", "test", "shifted"):
         recipe = recipe.replace(f" {name}.jsonl", f" sums/{name}.jsonl")
     Path("adding/sdm_hn.yaml").write_text(recipe)
+    Path("out/x").mkdir(parents=True)  # a folder of somebody else's is no matter
     assert main(["replicate", "adding", "--output", "out", "--seeds", "0"]) == 0
+    fitted = strict_json(Path("out/adding-sdm_hn/seed-0/sdm/lm.json").read_text())
+    assert fitted["reward"] == "sdmlm.tasks.arithmetic:reward"
     (run,) = read_runs("out")
     for name in ("test", "shifted"):
         found = run.evaluations[name]

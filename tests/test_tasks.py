@@ -103,9 +103,11 @@ def test_splits_are_disjoint_sized_and_the_shifted_are_the_longest() -> None:
 
 def test_what_is_left_out_is_counted() -> None:
     sentences = [*some_sentences(10), some_sentences(1)[0] + " ", "Too short.", "x " * 61, "We all said no no no", ""]
+    sentences.append("A tag <sentence> may not stand here.")
     harvard = [some_sentences(2)[1]]
     found = word_ordering.make_splits(sentences, harvard, train=4, calibration=3, test=2, shifted=0)
-    assert found.left_out == {"too short": 1, "too long": 1, "duplicate": 2, "too few wrong orders": 1}
+    counts = {"too short": 1, "too long": 1, "with a tag of ours": 1, "duplicate": 2, "too few wrong orders": 1}
+    assert found.left_out == counts
     assert harvard[0] not in {row["sentence"] for name in ("train", "calibration", "test") for row in found.rows[name]}
 
 
@@ -158,8 +160,10 @@ def test_a_right_sum_with_wrong_working_gets_no_reward() -> None:
         "7 + 5 = 12\n<sum>22</sum>",
         "7 + 5 = 12\n1 + 0 = 1\n<sum>22</sum>",
         "7 + 5 = 12\n1 + 1 = 2\n<sum>22</sum>",
+        "\u0667 + 5 = 12\n1 + 0 + 1 = 2\n<sum>22</sum>",  # another script's 7
+        f"7 + 5 = {'0' * 5000}12\n1 + 0 + 1 = 2\n<sum>22</sum>",  # more digits than int() reads
     ]
-    assert apply_reward(arithmetic.reward, [row] * 4, bad) == [0, 0, 0, 0]
+    assert apply_reward(arithmetic.reward, [row] * 6, bad) == [0] * 6
 
 
 def test_arithmetic_splits() -> None:
@@ -190,16 +194,27 @@ def test_arithmetic_splits_are_alike() -> None:
 def test_sentences_of_a_data_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def load(name: str, split: str) -> datasets.Dataset:
-        asked.append((name, split))
+    def load(name: str, *config: str, split: str) -> datasets.Dataset:
+        asked.append((name, *config, split))
         if name == "me/none":
             raise FileNotFoundError("Dataset 'me/none' doesn't exist on the Hub.\nLook elsewhere.")
+        if name == "me/script":
+            raise RuntimeError("Dataset scripts are no longer supported")
+        if name == "me/holes":
+            return datasets.Dataset.from_dict({"text": [None, "One two.\n\nThree.\n"]})
+        if name == "me/numbers":
+            return datasets.Dataset.from_dict({"sentence": [1, 2]})
         columns = {"me/sentences": "sentence", "me/texts": "text"}
         return datasets.Dataset.from_dict({"number": [1, 2], columns.get(name, "line"): ["One two.", "Three."]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read_sentences("me/sentences") == read_sentences("me/texts:test") == ["One two.", "Three."]
-    assert asked == [("me/sentences", "train"), ("me/texts", "test")]
+    assert read_sentences("me/holes:en:test") == ["One two.", "Three."]
+    assert asked == [("me/sentences", "train"), ("me/texts", "test"), ("me/holes", "en", "test")]
+    with pytest.raises(ValueError, match="me/numbers has no text in its column sentence"):
+        read_sentences("me/numbers")
+    with pytest.raises(ValueError, match=r"me/script is no file here.*no longer supported"):
+        read_sentences("me/script")
     with pytest.raises(ValueError, match=r"me/lines has no column `sentence` or `text` \(found: number, line\)"):
         read_sentences("me/lines")
     with pytest.raises(
@@ -231,6 +246,14 @@ def test_data_writes_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*command[:4], "--output", str(folder), *sizes, "--seed", "1"]) == 2
     assert "not empty" in capsys.readouterr().err
     assert (folder / "train.jsonl").read_bytes() == before
+    assert main([*command[:4], "--output", str(source), *sizes]) == 2
+    assert "sentences.txt is a file" in capsys.readouterr().err
+    none = ["--train", "0", "--calibration", "0", "--test", "0", "--shifted"]
+    assert main([*command[:4], "--output", str(tmp_path / "new"), *none, "0"]) == 2
+    assert "All sizes are 0" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main([*command[:4], "--output", str(tmp_path / "new"), *none, "5"]) == 0
+    assert "Next" not in capsys.readouterr().out  # there is nothing to train on
 
 
 def test_data_arithmetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,9 @@ def loaded(load: Callable[..., Any], model: str, what: str, **options: Any) -> A
     """What `load` gives for a model; trouble is told in a sentence."""
     from sdmlm import lm
 
-    return lm.loaded(load, model_path(model), what, model, **options)
+    path = model_path(model)
+    called = model if Path(path).exists() else f"{model} (no folder here, so looked for on the Hub)"
+    return lm.loaded(load, path, what, called, **options)
 
 
 def check_lengths(encoder: Any, rows: list[dict[str, Any]], source: str) -> None:

@@ -95,7 +95,7 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 def read_sentences(source: str) -> list[str]:
     """The lines of a text file, the sentences of the demo's grammar ("demo"), or the `sentence` (or `text`) column of a data
-    set of the Hub, as name or name:split."""
+    set of the Hub, as name, name:split or name:configuration:split; a cell with several lines is as many sentences."""
     if source == "demo":
         from sdmlm.demo.sentences import sentences
 
@@ -108,7 +108,7 @@ def read_sentences(source: str) -> list[str]:
         return lines
     if path.exists() or source.startswith((".", "/", "~")) or path.suffix == ".txt":
         raise ValueError(f"{source} is no file: give a text file with one sentence a line, or a data set of the Hub.")
-    name, _, split = source.partition(":")
+    name, *config, split = source.split(":") if ":" in source else (source, "train")
     try:
         import datasets
     except ImportError as error:
@@ -116,19 +116,26 @@ def read_sentences(source: str) -> list[str]:
             f"{source} is no file here; to look on the Hub, install the extra lm (in a clone: pip install -e '.[lm]')."
         ) from error
     try:
-        rows = datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        rows = datasets.load_dataset(name, *config, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip().split("\n")[0] or type(error).__name__).rstrip(".")
         raise ValueError(f"{source} is no file here, and the Hub gave no such data set: {reason}.") from error
     column = next((c for c in ("sentence", "text") if c in rows.column_names), None)
     if column is None:
         raise ValueError(f"{source} has no column `sentence` or `text` (found: {', '.join(rows.column_names)}).")
-    return list(rows[column])
+    lines = [
+        line for cell in rows[column] if isinstance(cell, str) for each in cell.split("\n") if (line := each.strip())
+    ]
+    if not lines:
+        raise ValueError(f"{source} has no text in its column {column}: it holds no sentences.")
+    return lines
 
 
 def _new_folder(output: str) -> Path:
     folder = Path(output)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    if folder.is_file():
+        raise ValueError(f"{output} is a file: name a new folder.")
+    if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{output} is not empty: name a new folder, nothing there was changed.")
     common.check_output_file(str(folder / "train.jsonl"))
     return folder
@@ -139,6 +146,8 @@ def _write(
 ) -> None:
     from sdmlm.artifacts import write_text_atomically
 
+    if not splits:
+        raise ValueError("All sizes are 0: ask for at least one row.")
     output.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -160,8 +169,6 @@ def _write(
     out.print(table)
     if facts["left_out"]:
         out.print("Left out: " + ", ".join(f"{n} {why}" for why, n in facts["left_out"].items()) + ".")
-    out.print(
-        f"Next: sdmlm train --model M --data {output}/train.jsonl --calibration {output}/calibration.jsonl --output runs/lm",
-        markup=False,
-        soft_wrap=True,
-    )
+    if {"train", "calibration"} <= splits.keys():
+        rows_of = f"--data {output}/train.jsonl --calibration {output}/calibration.jsonl"
+        out.print(f"Next: sdmlm train --model M {rows_of} --output runs/lm", markup=False, soft_wrap=True)

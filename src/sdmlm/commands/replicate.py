@@ -69,7 +69,12 @@ class Job:
     def arguments(self) -> argparse.Namespace:
         """What `sdmlm train` would be given."""
         return argparse.Namespace(
-            recipe=str(self.recipe), output=str(self.folder), more=[f"--seed={self.seed}"], resume=True, dry_run=False
+            recipe=str(self.recipe),
+            output=str(self.folder),
+            reward=self.settings["reward"],
+            more=[f"--seed={self.seed}"],
+            resume=True,
+            dry_run=False,
         )
 
     def record(self) -> dict[str, Any] | None:
@@ -122,7 +127,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         raise ValueError(f"{output} is a file: name a folder for the runs.")
     if not any(output.glob("*/seed-*")) and any((output / name).exists() for name in WRITTEN):
         raise ValueError(f"{output} holds tables or a report, but no runs they could be of: give another --output.")
-    common.check_output_file(str(output / "x"))
+    common.check_output_file(str(output / WRITTEN[0]))
     if args.seeds is not None and (min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds)):
         raise ValueError(f"--seeds is {' '.join(map(str, args.seeds))}: give whole numbers from 0 on, each once.")
     jobs: list[Job] = []
@@ -161,6 +166,8 @@ def _recipes(given: list[str]) -> list[Path]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
+    from sdmlm.replication import load_task
+
     kinds = {**{name: kind | None for name, kind in OPTIONS.items()}, **recipe.field_types()}
     settings = recipe.typed(recipe.read_recipe(str(path)), kinds, str(path))
     for name, what in (("model", "a model"), ("data", "rows"), ("task", "a task"), ("tests", "test sets")):
@@ -169,7 +176,9 @@ def _settings(path: Path) -> dict[str, Any]:
     for test, source in settings["tests"].items():
         if not isinstance(test, str) or not re.fullmatch(r"[\w-]+", test) or not isinstance(source, str):
             raise ValueError(f"{path}: tests must be `name: rows`, one a line, names of letters, digits, _ and -.")
-    return {"seed": recipe.field_default("seed"), **settings}
+    # The reward that judges the test sets is the one that the model is calibrated with.
+    reward = settings.get("reward") or f"{load_task(settings['task']).__name__}:reward"
+    return {"seed": recipe.field_default("seed"), **settings, "reward": reward}
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Sequence[str] = ()) -> str | None:

@@ -64,7 +64,7 @@ def _right(text: str, a: int, b: int) -> bool:
         return False
     carry = 0
     for column, line in enumerate(lines):
-        match = re.fullmatch(r"(\d+(?: \+ \d+){1,2}) = (\d+)", line)
+        match = re.fullmatch(r"([0-9](?: \+ [0-9]){1,2}) = ([0-9]{1,2})", line)
         if match is None:
             return False
         parts = [int(part) for part in match[1].split(" + ")]

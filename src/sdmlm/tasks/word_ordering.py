@@ -91,7 +91,7 @@ def make_splits(
     No sentence stands in two splits, nor twice in one.
     """
     _check(train, calibration, test, shifted, suffix, min_words, max_words)
-    left_out = {"too short": 0, "too long": 0, "duplicate": 0, "too few wrong orders": 0}
+    left_out = {"too short": 0, "too long": 0, "with a tag of ours": 0, "duplicate": 0, "too few wrong orders": 0}
     seen: set[str] = set()
 
     def usable(lines: Iterable[str]) -> list[str]:
@@ -101,6 +101,8 @@ def make_splits(
             sentence = " ".join(words)
             if not min_words <= len(words) <= max_words:
                 left_out["too short" if len(words) < min_words else "too long"] += bool(words)
+            elif OPEN in sentence or CLOSE in sentence:  # such an answer could never be read right
+                left_out["with a tag of ours"] += 1
             elif sentence in seen:
                 left_out["duplicate"] += 1
             else:
@@ -142,7 +144,9 @@ def _check(train: int, calibration: int, test: int, shifted: int, suffix: int, m
         if value < 0:
             raise ValueError(f"{name} is {value} but must be at least 0.")
     if not 3 <= suffix <= 6:  # two words have one wrong order, and two are needed; 6! = 720 orders
-        raise ValueError(f"suffix is {suffix} but must be between 3 and 6 words.")
+        raise ValueError(
+            f"suffix is {suffix} but must be between 3 and 6 words: fewer have no two wrong orders, more have thousands."
+        )
     if not suffix < min_words <= max_words:
         raise ValueError(
             f"min_words is {min_words}: it must be above suffix ({suffix}) and at most max_words ({max_words})."
