@@ -10,10 +10,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
 from sdmlm.commands.data import read_sentences
+from sdmlm.demo import word_ordering as word_ordering_demo
 from sdmlm.demo.word_ordering import FAST_SIZES, TRAINING, command, demo_splits
 from sdmlm.recipe import read_recipe
 from sdmlm.replication import read_evaluation
@@ -89,7 +91,10 @@ def test_it_learns_in_a_minute_what_the_base_model_cannot_do(demo: tuple[Path, s
 def test_it_explains(demo: tuple[Path, str]) -> None:
     folder, shown = demo
     assert "The first of the test answers that is rejected" in shown
-    assert "near it, at" in shown
+    assert re.search(r"near it, at [\d.]+:.*?, which\s+is\s+(right|wrong)\s+for\s", shown, re.DOTALL)
+    assert re.search(r"The verdict on it is (Yes|No)\.\s+It is (right\.|wrong; the sentence was: )", shown)
+    assert shown.index('"test" are 200 unseen sentences') < shown.index("Selective classification")
+    assert re.search(r"^SDM \+ HN: epoch 1\.\d, loss", shown, re.MULTILINE)  # progress in a log
     assert "sdmlm chat" in shown
     comparisons = json.loads((folder / "tables.json").read_text(encoding="utf-8"))["comparisons"]
     assert [c["dataset"] for c in comparisons] == ["test", "shifted"]
@@ -123,6 +128,36 @@ def test_rows_are_always_the_same_and_apart() -> None:
     assert make_splits(read_sentences("demo"), **FAST_SIZES, seed=0).rows == splits  # as `sdmlm data` would make them
     everything = [row["sentence"] for rows in splits.values() for row in rows]
     assert len(set(everything)) == sum(FAST_SIZES.values())
+
+
+def test_an_earlier_demo_comes_back_when_the_next_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def files() -> dict[str, str]:
+        return {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+
+    home = tmp_path / "run"
+    (home / "sdm_hn").mkdir(parents=True)
+    (home / "demo.json").write_text("{}")
+    (home / "sdm_hn" / "model").write_text("earlier")
+    before = files()
+
+    def stopped(*_: object) -> None:
+        assert [p.name for p in home.iterdir()] == ["demo.json"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(word_ordering_demo, "_run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        word_ordering_demo.run_demo(str(home), True, Console())
+    assert files() == before
+    # Killed half-way: what is half made goes, and the one before is kept until the new one is done.
+    home.rename(tmp_path / "run.old")
+    home.mkdir()
+    (home / "demo.json").write_text("half made")
+    with pytest.raises(KeyboardInterrupt):
+        word_ordering_demo.run_demo(str(home), True, Console())
+    assert files() == before
+    monkeypatch.setattr(word_ordering_demo, "_run", lambda *_: (home / "new").write_text("x"))
+    word_ordering_demo.run_demo(str(home), True, Console())
+    assert set(files()) == {"run/demo.json", "run/new"}
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from scipy.stats import binomtest
 
 from sdmlm.evaluation import Cell, Row, SelectiveMetrics, Table, selective_metrics
 
@@ -58,8 +59,9 @@ def test_groups_add_up_to_the_marginal(problem: tuple[int, list[tuple[int, int, 
         assert (cell.accuracy is None) == (cell.n == 0)
         if cell.low is not None and cell.high is not None:
             assert 0 <= cell.low <= cell.high <= 1
-            if cell.accuracy in (0.0, 1.0):  # no resample can show anything else
-                assert cell.low == cell.high == cell.accuracy
+            if cell.accuracy in (0.0, 1.0):  # no resample could show anything else: the exact interval
+                exact = binomtest(round(cell.n * cell.accuracy), cell.n).proportion_ci(0.95, "exact")
+                assert (cell.low, cell.high) == pytest.approx((exact.low, exact.high))
 
 
 def problem(seed: int, n: int = 300, n_classes: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -89,6 +91,9 @@ def test_intervals_agree_with_resampling_points_one_by_one() -> None:
     cells |= {("y", c): cell for c, cell in enumerate(metrics.class_conditional)}
     cells |= {("p", c): cell for c, cell in enumerate(metrics.prediction_conditional)}
     for key, cell in cells.items():
+        if cell.accuracy == 1.0:
+            assert set(seen[key]) == {1.0}
+            continue
         low, high = np.percentile(seen[key], [2.5, 97.5])
         # Percentiles of 3,000 resamples are only so exact: a tenth of the width of the interval.
         assert cell.low == pytest.approx(low, abs=0.1 * (high - low))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from scipy.stats import binom
+from scipy.stats import binom, binomtest
 
 from sdmlm.layer import ALPHA_GRID
 from sdmlm.replication import Evaluation, Run
@@ -129,7 +129,12 @@ def test_a_proportion_has_the_interval_of_resampled_points() -> None:
     expected = binom.ppf([0.025, 0.975], 2000, share) / 2000  # resampled hits are binomial
     assert [low, high] == pytest.approx(expected.tolist(), abs=1.5 / 2000)
     assert proportion(hits, 100, seed=0) == proportion(hits, 100, seed=0)
-    assert proportion(np.ones(9, bool), 50, 0) == (1.0, (1.0, 1.0))
+    for n in (1, 9, 200):  # without any variety the exact interval: scipy's, by other means
+        for hits, exact in ((n, binomtest(n, n)), (0, binomtest(0, n))):
+            share, bounds = proportion(np.arange(n) < hits, 50, 0)
+            low, high = exact.proportion_ci(0.95, "exact")
+            assert share == hits / n
+            assert bounds == pytest.approx((low, high))
 
 
 def test_intervals_hold_their_values_and_are_seeded() -> None:
@@ -193,6 +198,8 @@ def test_csv_and_json_keep_every_number(found: Tables) -> None:
             for seed, value in zip(line.seeds, quantity.values, strict=True):
                 told = by_key[line.table, line.dataset, line.model, line.estimator, str(seed), name]["value"]
                 assert (float(told) if told else None) == value
+                mark = by_key[line.table, line.dataset, line.model, line.estimator, str(seed), name]["mark"]
+                assert mark == "" if value is not None else mark in ("all rejected", "no points", "infinite")
             mean = by_key.get((line.table, line.dataset, line.model, line.estimator, "mean", name))
             assert (mean is not None) == (len(line.seeds) > 1)
             if mean is not None and quantity.known:
@@ -227,6 +234,12 @@ def test_cells_say_where_all_was_rejected_and_where_there_was_nothing() -> None:
     assert len(empty) == 1
     assert empty[0].empty
     assert not whole.marginal.rejected
+    lines = csv.DictReader(io.StringIO(tables(some).csv()))
+    marks = {(x["estimator"], x["seed"], x["quantity"]): x["mark"] for x in lines if x["table"] == "full"}
+    there = "y=1" if whole.class_conditional[0].empty else "y=0"
+    assert marks["HR", "0", f"{there} accuracy"] == marks["HR", "0", "all accuracy"] == "all rejected"
+    assert marks["HR", "2", f"{there} accuracy"] == ""
+    assert {marks[name, "0", f"{'y=0' if there == 'y=1' else 'y=1'} accuracy"] for name in rows} == {"no points"}
     text = table.latex()
     assert "1.00R2" in text
     assert "-" in [cell.strip() for line in text.splitlines() if "no-reject" in line for cell in line.split("&")]
@@ -285,7 +298,7 @@ def test_latex_has_four_whole_tables(found: Tables) -> None:
         assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") == 4
     assert text.count("{") == text.count("}")
     first, second, _, last = text.split(r"\end{table*}")[:4]
-    assert "test & No fine-tuning & R & 0.00 [0.00, 0.00]" in first
+    assert "test & No fine-tuning & R & 0.00 [0.00, 0.0" in first
     assert r"$\pm$" in second
     assert r"No fine-tuning & 0.25 & 0.35 & 0.90 & 0.80 & 40.2 & 30.5 & - & - & $\infty$ \\" in last
     assert "∞" not in text
@@ -299,7 +312,7 @@ def test_markdown_has_four_whole_tables_and_the_statements(found: Tables) -> Non
     for lines in tables:
         assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
     assert r"| Dataset | Model | Acc. | n/\|D\| |" in text
-    assert "| test | No fine-tuning | R | 0.00 [0.00, 0.00] |" in text
+    assert "| test | No fine-tuning | R | 0.00 [0.00, 0.0" in text
     assert "**Generation.**" in text  # no alpha in it
     for comparison in found.comparisons:
         assert comparison.statement() in text
@@ -399,7 +412,7 @@ def test_statements_say_what_the_numbers_say() -> None:
         (found,) = compare(runs, bootstrap=50)
         return found.statement()
 
-    assert statement([no], [no], yes).endswith("neither sdm_hn nor ce_hn admits anything.")
+    assert statement([no], [no], yes).endswith("both sdm_hn and ce_hn reject every answer.")
     more = [yes[:50] + no[: 50 - i] + yes[:i] for i in range(FEW)]
     less = [yes[:10] + no[:90] for _ in range(FEW)]
     says = statement(more, less, yes)

@@ -54,7 +54,7 @@ def test_curves_show_every_run_and_only_what_it_has() -> None:
     assert figure is not None
     lines = {axes.get_title(): len(axes.get_lines()) for axes in figure.axes}
     assert lines["Next-token loss over D_ca"] == 6
-    assert lines["Admitted share of D_ca"] == lines["Mean base b"] == lines["q'min"] == 3
+    assert lines["Admitted, static negatives"] == lines["Mean base b"] == lines["q'min, static negatives"] == 3
     labels = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
     assert sorted(labels) == ["CE + HN", "SDM + HN"]
     assert training_curves(some_runs()) is None
@@ -113,7 +113,7 @@ class Page(HTMLParser):
 def test_the_page_is_whole_and_has_the_papers_figures_beside_ours(tmp_path: Path) -> None:
     runs = trained_runs()
     found = tables(runs, bootstrap=50)
-    write_report(tmp_path / "report.html", runs, found, more=[("Answers", "<p>more</p>")])
+    write_report(tmp_path / "report.html", runs, found, more=[("Answers", "<p>more</p>")], intro="For a <start>.")
     text = (tmp_path / "report.html").read_text()
     page = Page()
     page.feed(text)
@@ -124,10 +124,13 @@ def test_the_page_is_whole_and_has_the_papers_figures_beside_ours(tmp_path: Path
     ours = [line.quantities["accuracy"].text(2, "R"), line.quantities["share"].text(2, "-")]
     assert ["test", "SDM + HN", *ours, *paper.SELECTIVE["test", "sdm_hn"]] in page.rows
     assert next(row for row in page.rows if row[:2] == ["test", "No fine-tuning"])[2] == "R"
-    assert any(row[-9:] == list(paper.CALIBRATION["ce_hn",]) for row in page.rows)
-    assert any(row[0] == "SDM + HN" and row[-1] == "82.0" for row in page.rows) is False  # the re-run's is not ours
+    at = page.rows.index(["paper: CE + HN", *paper.CALIBRATION["ce_hn",]])
+    assert page.rows[at - 1][0] == "CE + HN"
+    assert "<dt>HN</dt>" in text
+    assert not any(row[0] == "paper: SDM + HN" and row[-1] == "82.0" for row in page.rows)  # the re-run's is not ours
     assert "Training curves of fam" in text
     assert "more in 3 of 3" in text
+    assert "<p>For a &lt;start&gt;.</p>" in text
     assert "<h2>Answers</h2><p>more</p>" in text
     assert "nan" not in text.lower().replace("domina", "")
 

@@ -57,7 +57,8 @@ def selective_metrics(
 ) -> SelectiveMetrics:
     """Accuracy among the accepted and n/|D|, with 95% percentile intervals from `bootstrap` resamples of the points.
 
-    A percentile interval knows only what was seen: where all n accepted are right it is [1, 1], however small n is.
+    A percentile interval knows only what was seen: where all or none of the accepted are right it would be a single point,
+    and the exact interval stands in its place (`exact_bounds`).
 
     >>> metrics = selective_metrics([0, 0, 1, 1], [0, 1, 1, 1], [True, True, True, False], n_classes=2)
     >>> metrics.class_conditional[0].accuracy, metrics.prediction_conditional[0].accuracy, metrics.marginal.share
@@ -96,8 +97,24 @@ def _intervals(counts: NDArray[np.int64], total: int, bootstrap: int, seed: int)
     kinds = np.append(counts, total - counts.sum()) / total
     drawn = np.random.default_rng(seed).multinomial(total, kinds, size=bootstrap)[:, :-1]
     right, n = drawn[:, 1::2], drawn[:, 0::2] + drawn[:, 1::2]
-    accuracies = [right[some, g] / n[some, g] for g, some in enumerate((n > 0).T)]
-    return [np.percentile(values, _INTERVAL).tolist() if len(values) else [None, None] for values in accuracies]
+    out: list[list[float | None]] = []
+    for g, some in enumerate((n > 0).T):
+        wrong, hits = counts[2 * g : 2 * g + 2].tolist()
+        if wrong and hits:
+            out.append(np.percentile(right[some, g] / n[some, g], _INTERVAL).tolist())
+        else:
+            out.append(list(exact_bounds(hits, wrong + hits)) if wrong + hits else [None, None])
+    return out
+
+
+def exact_bounds(hits: int, n: int) -> tuple[float, float]:
+    """The 95% interval of Clopper and Pearson for a share of n > 0 points that all are hits, or none of which is one.
+
+    >>> exact_bounds(2, 2)
+    (0.15811388300841897, 1.0)
+    """
+    least = 0.025 ** (1 / n)
+    return (least, 1.0) if hits else (0.0, 1 - least)
 
 
 def _classes(values: ArrayLike, name: str, n_classes: int) -> NDArray[np.int64]:

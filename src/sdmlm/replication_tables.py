@@ -1,6 +1,6 @@
 """The paper's four tables over runs, with intervals and spread, and a statement that compares two settings.
 
-Within a run, intervals are 95% percentile intervals from resampled prompts. Over several seeds a number is given as mean,
+Within a run, intervals are 95% percentile intervals from resampled prompts (exact ones where all prompts agree). Over several seeds a number is given as mean,
 standard deviation, smallest and largest.
 """
 
@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from sdmlm.evaluation import (
     Row,
     SelectiveMetrics,
     Table,
+    exact_bounds,
     latex_escape,
     markdown_rows,
     rounded,
@@ -104,6 +105,8 @@ class Quantity:
 def proportion(hits: NDArray[np.bool_], bootstrap: int, seed: int) -> tuple[float, tuple[float, float]]:
     """The share of hits and its percentile interval: resampling n points draws a binomial number of hits."""
     n, share = len(hits), float(hits.mean())
+    if share in (0.0, 1.0):
+        return share, exact_bounds(int(hits.sum()), n)
     low, high = np.percentile(np.random.default_rng(seed).binomial(n, share, size=bootstrap) / n, (2.5, 97.5))
     return share, (float(low), float(high))
 
@@ -177,13 +180,15 @@ LAYOUTS = {
             Column("Sentence acc.", r"\textsc{Sentence Acc.}", "sentence"),
             Column("Exact match", r"\textsc{Exact Match}", "exact_match"),
         ),
-        "Without the SDM layer: is the answer right, and is all that the model wrote as it should be, verdict included?",
+        "How good the LM itself is, whatever the SDM layer says. Sentence acc.: the answer in its tags is right. Exact match: "
+        "all that the LM wrote is, its own verdict included.",
         by_alpha=False,
     ),
     "calibration": Layout(
         "The final SDM layer over its calibration half",
         tuple(_calibration_columns()),
-        "SDM loss, accuracy, mean q and psi of class 0 and of class 1. ∞: everything is rejected.",
+        "Over documents of class 0 (wrong answers) and class 1 (right ones): SDM loss, accuracy, mean q (how many of the nearest "
+        "known documents agree), and the thresholds psi and q'min. q'min ∞: none reaches alpha, so everything is rejected.",
     ),
 }
 
@@ -219,21 +224,32 @@ class Tables:
         pairs = {"comparisons": self.comparisons, "by_alpha": self.by_alpha}
         return {"alpha": self.alpha, "tables": tables, **{k: [c.json() for c in v] for k, v in pairs.items()}}
 
+    def _points(self) -> dict[tuple[str, str, int], dict[str, float | None]]:
+        """How many points of each group there are, by model, test set and seed."""
+        whole = [line for line in self.of("full") if line.estimator == "no-reject"]
+        return {
+            (line.model, line.dataset, seed): {group: line.quantities[f"{group} n"].values[i] for group in _GROUPS}
+            for line in whole
+            for i, seed in enumerate(line.seeds)
+        }
+
     def csv(self) -> str:
-        """One number a line; `seed` is mean, sd, min or max where it is over the seeds."""
+        """One number a line; `seed` is mean, sd, min or max where it is over the seeds, `mark` says why there is none."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["table", "dataset", "model", "estimator", "seed", "quantity", "value", "low", "high"])
+        writer.writerow(["table", "dataset", "model", "estimator", "seed", "quantity", "value", "low", "high", "mark"])
+        points = self._points()
         for line in self.lines:
             for name, quantity in line.quantities.items():
                 names = [line.table, line.dataset, line.model, line.estimator]
                 for i, (seed, value) in enumerate(zip(line.seeds, quantity.values, strict=True)):
                     interval = quantity.intervals[i] if quantity.intervals else None
-                    writer.writerow([*names, seed, name, value, *(interval or (None, None))])
+                    mark = None if value is not None else _mark(name, points.get((line.model, line.dataset, seed), {}))
+                    writer.writerow([*names, seed, name, value, *(interval or (None, None)), mark])
                 plain = quantity.json()
                 for kind in ("mean", "sd", "min", "max", "pooled"):
                     if kind in plain:
-                        writer.writerow([*names, kind, name, plain[kind], None, None])
+                        writer.writerow([*names, kind, name, plain[kind], None, None, None])
         several = len({line.family for line in self.lines}) > 1
         own = [(c.family, c.dataset, c.alpha) for c in self.comparisons]  # alpha may be one of ALPHAS
         for c in (*self.comparisons, *(c for c in self.by_alpha if (c.family, c.dataset, c.alpha) not in own)):
@@ -242,10 +258,11 @@ class Tables:
             for i, model in enumerate((c.first, c.second)):
                 names = ["comparison", c.dataset, label + model, estimator]
                 for seed, share, accuracy in zip(c.seeds, c.shares, c.accuracies, strict=True):
-                    writer.writerow([*names, seed, "share", share[i], None, None])
-                    writer.writerow([*names, seed, "accuracy", accuracy[i], None, None])
+                    rejected = "all rejected" if accuracy[i] is None else None
+                    writer.writerow([*names, seed, "share", share[i], None, None, None])
+                    writer.writerow([*names, seed, "accuracy", accuracy[i], None, None, rejected])
             difference = [f"{label}{c.first} minus {c.second}", estimator, "mean", "share", c.mean, *c.interval]
-            writer.writerow(["comparison", c.dataset, *difference])
+            writer.writerow(["comparison", c.dataset, *difference, None])
         return out.getvalue()
 
     def latex(self) -> str:
@@ -337,6 +354,13 @@ def _shown(line: Line, column: Column, brief: bool = False) -> str:
 
 def _latex_number(text: str) -> str:
     return latex_escape(text).replace("±", r"$\pm$").replace("∞", r"$\infty$").replace(r"\textless{}", "$<$")
+
+
+def _mark(quantity: str, points: Mapping[str, float | None]) -> str:
+    """Why a number of one seed is missing; `points` is how many there are in each group."""
+    if not quantity.endswith("accuracy"):
+        return "infinite"  # a threshold
+    return "all rejected" if points.get(quantity.split()[0] if " " in quantity else "all") else "no points"
 
 
 def _mean_cell(line: Line, group: str, points: Quantity) -> Cell:
@@ -479,7 +503,7 @@ class Comparison:
         n, (low, high) = len(self.seeds), (f"{100 * bound:+.1f}" for bound in self.interval)
         where = f"{self.dataset} ({self.family}, {'one run' if n == 1 else f'{n} seeds'} each)"
         if not any(share for pair in self.shares for share in pair):
-            return f"On {where} neither {self.first} nor {self.second} admits anything."
+            return f"On {where} both {self.first} and {self.second} reject every answer."
         shares = [f"{statistics.fmean(pair[i] for pair in self.shares):.1%}" for i in (0, 1)]
         says = f"On {where} {self.first} admits {shares[0]} of the generations and {self.second} {shares[1]}: "
         says += f"{100 * self.mean:+.1f} points"

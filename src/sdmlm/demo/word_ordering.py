@@ -7,6 +7,7 @@ than any they know. The two fine-tunings are `sdmlm train`, side by side, one th
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -81,8 +82,12 @@ FAST_READING = (
 
 def run_demo(folder: str, fast: bool, out: Console) -> Tables:
     """Data, two fine-tunings, two test sets each, tables, report, and answers with the reasons for their verdicts."""
-    home, began = _ready(Path(folder)), time.perf_counter()
-    sizes = FAST_SIZES if fast else SIZES
+    with _fresh(Path(folder)) as home:
+        return _run(home, fast, out)
+
+
+def _run(home: Path, fast: bool, out: Console) -> Tables:
+    began, sizes = time.perf_counter(), FAST_SIZES if fast else SIZES
     out.print(INTRO.format(**sizes, alpha=ALPHA), style="italic")
     splits = demo_splits(sizes)
     for name, rows in splits.items():
@@ -106,18 +111,19 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
     from sdmlm.replication_tables import tables
     from sdmlm.report.replication import write_report
 
-    found = tables(runs)
+    found, reading = tables(runs), READING.format(**sizes) + (FAST_READING if fast else "")
+    out.print(Text(f"\n{reading}\n", style="italic"))
     for table in found.rich():
         out.print(table)
-    out.print(READING.format(**sizes) + (FAST_READING if fast else ""), style="italic")
     for comparison in found.comparisons:
         out.print(Text("\n" + comparison.statement()))
-    for title, prompt, verification in examples:
-        _show(out, title, prompt, verification)
+    for title, row, verification in examples:
+        _show(out, title, row, verification)
     for ending, text in (("csv", found.csv()), ("json", json.dumps(found.json(), indent=1)), ("tex", found.latex())):
         write_text_atomically(home / f"tables.{ending}", text)
     more = [("Answers of the SDM language model", _examples_html(examples))]
-    write_report(home / "report.html", runs, found, "An SDM language model comes to life", more)
+    intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
+    write_report(home / "report.html", runs, found, "An SDM language model comes to life", more, intro=intro)
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / 'report.html'} for plots. Try next:", markup=False)
     for line in (f"sdmlm chat {home / 'sdm_hn'}", f"sdmlm serve {home / 'sdm_hn'}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)
@@ -129,18 +135,37 @@ def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
     return word_ordering.make_splits(sentences(SENTENCES, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
 
 
-def _ready(home: Path) -> Path:
-    """An empty folder of our own; what an earlier demo left there goes, anything else stays and is refused."""
+@contextlib.contextmanager
+def _fresh(home: Path) -> Iterator[Path]:
+    """An empty folder of our own. An earlier demo there goes when this one is done, and comes back if it is not."""
+    _check_ours(home)
+    old = home.with_name(home.name + ".old")
+    if old.exists() and not (old / MARK).exists():
+        raise ValueError(f"{old} is in the way of the demo that is in {home}: move it, or give another folder.")
+    if home.is_dir() and any(home.iterdir()):
+        if old.exists():  # a demo that was killed: the one before is still there
+            shutil.rmtree(home)
+        else:
+            home.rename(old)
+    try:
+        write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
+        yield home
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        if old.exists():
+            old.rename(home)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_ours(home: Path) -> None:
+    """Refuse what is no demo, or one that somebody has worked with."""
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
     for name in LABELS:
         sdm = home / name / SDM_FOLDER
         if (sdm / "feedback").exists() or (sdm / "search.json").exists():
             raise ValueError(f"{home / name} holds feedback or a calibrated search: give another folder with --output.")
-    for name in ("data", *LABELS):
-        shutil.rmtree(home / name, ignore_errors=True)
-    write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
-    return home
 
 
 # Fine-tuning
@@ -185,6 +210,8 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
                 said[setting].append(line)
                 if (at := re.search(r"^loss ([\d.e-]+).* epoch ([\d.]+)", line)) is not None:
                     where = f"epoch {float(at[2]):.1f}, loss {float(at[1]):.3f}"
+                    if not out.is_terminal and int(float(at[2])) > int(progress.tasks[tasks[setting]].completed):
+                        out.print(f"{LABELS[setting]}: {where}", highlight=False)  # a log shows no bars
                     progress.update(tasks[setting], completed=float(at[2]), where=where)
                 elif "train_runtime" in line:
                     progress.update(tasks[setting], completed=training["num_train_epochs"], where="final SDM layer")
@@ -235,8 +262,8 @@ def _evaluate(
 
 def pick_examples(
     lm: SDMLanguageModel, evaluations: Mapping[str, Evaluation], splits: Mapping[str, Sequence[Mapping[str, str]]]
-) -> list[tuple[str, str, Verification]]:
-    """(title, prompt, answer), not picked by hand: the first of each kind."""
+) -> list[tuple[str, Mapping[str, str], Verification]]:
+    """(title, row, answer), not picked by hand: the first of each kind."""
     wanted = []
     for name, e in evaluations.items():
         yes, right = e.prediction == 1, e.prediction == e.y
@@ -252,7 +279,7 @@ def pick_examples(
             if mask.any():
                 wanted.append((f"The first of the {name} answers that is {kind}", splits[name][int(mask.argmax())]))
     answers = lm.generate([row["prompt"] for _, row in wanted], neighbors=2, progress=False)
-    return [(title, row["prompt"], answer) for (title, row), answer in zip(wanted, answers, strict=True)]
+    return [(title, row, answer) for (title, row), answer in zip(wanted, answers, strict=True)]
 
 
 def _asked(prompt: str) -> str:
@@ -261,25 +288,29 @@ def _asked(prompt: str) -> str:
     return f"{start} ... ({end})"
 
 
-def _lines_of(verification: Verification) -> Iterator[str]:
+def _lines_of(row: Mapping[str, str], verification: Verification) -> Iterator[str]:
+    yield f"Asked:  {_asked(row['prompt'])}"
     yield f"Answer: {verification.text}"
+    right = verification.text.strip() == row["chosen"]
+    truth = "It is right." if right else f"It is wrong; the sentence was: {row['sentence']}"
+    yield f"The verdict on it is {verification.verdict}. {truth}"
     yield verification.reason
     for exemplar in verification.exemplars:
-        document = re.sub(r"<\|.*?\|>", "", exemplar.text or "").split(" if it did not.")[-1].strip()
+        prompt, _, document = re.sub(r"<\|.*?\|>", "", exemplar.text or "").rpartition(" if it did not.")
         what = "right" if exemplar.label == 1 else "wrong"
-        yield f"  near it, at {exemplar.distance:.2f}: {document.removesuffix('<verified>').strip()} ({what})"
+        said = document.strip().removesuffix("<verified>").strip()
+        yield f"  near it, at {exemplar.distance:.2f}: {said}, which is {what} for {_asked(prompt)}"
 
 
-def _show(out: Console, title: str, prompt: str, verification: Verification) -> None:
+def _show(out: Console, title: str, row: Mapping[str, str], verification: Verification) -> None:
     out.print(Text(f"\n{title}", style="bold"))
-    out.print(Text(f"Asked:  {_asked(prompt)}"))
-    for line in _lines_of(verification):
+    for line in _lines_of(row, verification):
         out.print(Padding(Text(line.strip()), (0, 0, 0, len(line) - len(line.lstrip()))))
 
 
-def _examples_html(examples: Sequence[tuple[str, str, Verification]]) -> str:
+def _examples_html(examples: Sequence[tuple[str, Mapping[str, str], Verification]]) -> str:
     parts = []
-    for title, prompt, verification in examples:
-        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in _lines_of(verification))
-        parts.append(f"<h3>{html.escape(title)}</h3><p>{html.escape(_asked(prompt))}</p><ul>{lines}</ul>")
+    for title, row, verification in examples:
+        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in _lines_of(row, verification))
+        parts.append(f"<h3>{html.escape(title)}</h3><ul>{lines}</ul>")
     return "".join(parts)

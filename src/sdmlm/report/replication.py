@@ -18,9 +18,9 @@ from sdmlm.replication_tables import LAYOUTS, Comparison, Tables
 from sdmlm.report import page, plots
 
 _PANELS = (
-    ("eval_admitted", "Admitted share of D_ca"),
-    ("eval_sdm_loss", "SDM loss over D_ca"),
-    ("eval_q_min", "q'min"),
+    ("eval_admitted", "Admitted, static negatives"),
+    ("eval_sdm_loss", "SDM loss, static negatives"),
+    ("eval_q_min", "q'min, static negatives"),
     ("base", "Mean base b"),
     ("eval_loss", "Next-token loss over D_ca"),
 )
@@ -35,12 +35,15 @@ def write_report(
     title: str = "SDM language models: replication",
     more: Sequence[tuple[str, str]] = (),
     published: bool = True,
+    intro: str = "",
 ) -> None:
-    """Write the page in one step; `more` are further sections, as (title, HTML). `published`: with the paper's figures,
-    which are about word ordering."""
+    """Write the page in one step; `intro` stands on top, `more` are further sections, as (title, HTML). `published`: with
+    the paper's figures, which are about word ordering."""
     with matplotlib.rc_context(plots.STYLE):
         sections = [
+            f"<p>{page.text(intro)}</p>" if intro else "",
             page.section("At a glance", _glance(runs, tables)),
+            page.section("Words", _words(tables.alpha)),
             page.section(
                 "Selective classification", paper_table(tables, "selective", paper.SELECTIVE if published else {})
             ),
@@ -71,8 +74,29 @@ def _glance(runs: Sequence[Run], tables: Tables) -> str:
     )
 
 
+def _words(alpha: float) -> str:
+    """What the tables take for known."""
+    words = {
+        "CE, SDM": "fine-tuned with cross-entropy, or with the SDM loss",
+        "HN": "with hard negatives: wrong answers that the model gives while it is being trained",
+        "verdict, ŷ": "what the SDM layer says of an answer: 1 (Yes, it is right) or 0 (No)",
+        "y": "the truth about the answer, from comparing it with the reference: 1 right, 0 wrong",
+        "admitted, HR": f"the verdict lies in the high-reliability region, where at least alpha = {alpha:g} of the verdicts "
+        "should be right, for each y and each ŷ",
+        "HR lower": "the same with d lowered by what its estimate may be off",
+        "q": "Similarity: how many of the nearest known documents, counted outwards, are rightly predicted as this one is",
+        "d": "Distance: a quantile, 1 near the known documents and 0 beyond them",
+        "q'min, psi": "what q' (q, lowered by the output) and the output of the SDM layer must reach",
+        "D_ca": "the calibration rows; the final SDM layer is fitted over one half of them and calibrated over the other",
+        "base b": "of the SDM loss of a document: 2 + the output of the SDM layer for its label y; e would be cross-entropy",
+    }
+    items = "".join(f"<dt>{page.text(word)}</dt><dd>{page.text(meaning)}</dd>" for word, meaning in words.items())
+    return f"<details><summary>What the words and signs mean</summary><dl>{items}</dl></details>"
+
+
 def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str, ...]]) -> str:
-    """A table of ours, with the paper's figures to the right where it has the setting (and the test set)."""
+    """A table of ours, with the paper's figures where it has the setting (and the test set): to the right, or below each
+    line where the table is wide."""
     layout, lines = LAYOUTS[name], tables.of(name)
     wide = len(layout.columns) > 4  # no room for the spread over seeds, which the CSV has
     keys = [(line.dataset, line.setting) if line.dataset else (line.setting,) for line in lines]
@@ -80,17 +104,19 @@ def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tupl
     rows = []
     for line, key in zip(lines, keys, strict=True):
         ours = [line.quantities[c.quantity].text(c.digits, c.none, wide) for c in layout.columns]
-        theirs = published.get(key, ("",) * len(heads)) if published else ()
+        theirs = published.get(key, ("",) * len(heads)) if published and not wide else ()
         rows.append([*([line.dataset] if line.dataset else []), line.model, *ours, *theirs])
+        if wide and key in published:
+            rows.append([*([line.dataset] if line.dataset else []), f"paper: {line.model}", *published[key]])
     names = (["dataset"] if any(line.dataset for line in lines) else []) + ["model"]
     seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
     if wide:
         seeds = " With several seeds: means; tables.csv has all." if any(len(line.seeds) > 1 for line in lines) else ""
     caption = f"{tables.title(name)}. {layout.caption}{seeds}"
-    if not published:
-        return page.table(caption, [*names, *heads], rows)
-    caption += f" paper: {paper.MODEL}, word ordering, alpha 0.95, as published."
-    return page.table(caption, [*names, *heads, *(f"paper: {head}" for head in heads)], rows)
+    if published:
+        caption += f" paper: {paper.MODEL}, word ordering, alpha 0.95, as published."
+    beside = [f"paper: {head}" for head in heads] if published and not wide else []
+    return page.table(caption, [*names, *heads, *beside], rows)
 
 
 def _full(tables: Tables, published: bool) -> str:
@@ -126,7 +152,8 @@ def _compared(comparisons: Sequence[Comparison]) -> str:
     for c in comparisons:
         low, high = (f"{100 * bound:+.1f}" for bound in c.interval)
         shares = [f"{100 * fmean(pair[i] for pair in c.shares):.1f}%" for i in (0, 1)]
-        below = [f"{c.below(i)} of {len(c.seeds)}" for i in (0, 1)]
+        known = [sum(pair[i] is not None for pair in c.accuracies) for i in (0, 1)]  # seeds that admit anything
+        below = [f"{c.below(i)} of {n}" if n else "-" for i, n in enumerate(known)]
         difference = f"{100 * c.mean:+.1f} ({low} to {high})" if any(map(any, c.shares)) else "nothing admitted"
         rows.append([c.family, c.dataset, f"{c.alpha:g}", *shares, difference, *below])
     first, second = comparisons[0].first, comparisons[0].second
@@ -177,8 +204,9 @@ def alpha_curves(runs: Sequence[Run]) -> Figure:
 def _training(runs: Sequence[Run]) -> str:
     caption = (
         "By evaluation, one line for each run; settings differ in colour and in line style. Admitted share, SDM loss and "
-        "q'min are those of the SDM layer that an evaluation fits over D_ca (static negatives); a gap in q'min is where it "
-        "is infinite. The mean base is over the training documents since the evaluation before. Runs with cross-entropy "
+        "q'min are those of the SDM layer that an evaluation fits over the calibration set D_ca with its static negatives, "
+        "which are easier than the LM's own errors: the final layers of the tables, fitted with those, admit less. A gap in "
+        "q'min is where it is infinite. The mean base is over the training documents since the evaluation before. Runs with cross-entropy "
         "have the next-token loss alone, in natural logarithms, so it does not compare with that of the SDM loss."
     )
     families = sorted({run.family for run in runs})
