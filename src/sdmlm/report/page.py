@@ -60,14 +60,20 @@ def table(caption: str, head: Sequence[str] | None, rows: Sequence[Sequence[str]
     top = (
         ""
         if head is None
-        else "<thead><tr>" + "".join(f"<th scope='col'>{text(h)}</th>" for h in head) + "</tr></thead>"
+        else "<thead><tr>" + "".join(f"<th scope='col'{_aligned(h)}>{text(h)}</th>" for h in head) + "</tr></thead>"
     )
     lines = []
     for first, *others in rows:
-        cells = "".join(f"<td>{text(cell)}</td>" for cell in others)
+        heads = head[1:] if head is not None else [""] * len(others)
+        cells = "".join(f"<td{_aligned(h)}>{text(cell)}</td>" for h, cell in zip(heads, others, strict=True))
         lines.append(f"<tr><th scope='row'>{text(first)}</th>{cells}</tr>")
     body = f"<table><caption><span>{text(caption)}</span></caption>{top}<tbody>{''.join(lines)}</tbody></table>"
     return f"<div class='wide' tabindex='0' role='region' aria-label='{text(caption)}'>{body}</div>"
+
+
+def _aligned(head: str) -> str:
+    """Names are read from the left, numbers stand on the right."""
+    return " class='name'" if head in ("model", "estimator", "setting") else ""
 
 
 def text(value: str) -> str:
@@ -133,6 +139,7 @@ caption { text-align: left; color: var(--faint); padding-bottom: .3rem; }
 caption span { position: sticky; left: 0; display: inline-block; max-width: min(58rem, 92vw); }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th[scope=row], thead th:first-child { text-align: left; font-weight: 500; }
+th.name, td.name { text-align: left; }
 td:last-child { white-space: pre-wrap; }
 thead th { background: var(--soft); font-weight: 600; }
 pre { background: var(--soft); padding: .6rem .8rem; overflow-x: auto; white-space: pre-wrap; }
