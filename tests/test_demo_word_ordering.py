@@ -141,7 +141,9 @@ def test_an_earlier_demo_comes_back_when_the_next_one_fails(tmp_path: Path, monk
     before = files()
 
     def stopped(*_: object) -> None:
-        assert [p.name for p in home.iterdir()] == ["demo.json"]
+        assert {p.name for p in home.iterdir()} == {"demo.json", ".before"}
+        with pytest.raises(ValueError, match="Another demo is at work"):
+            word_ordering_demo.run_demo(str(home), True, Console())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(word_ordering_demo, "_run", stopped)
@@ -149,15 +151,24 @@ def test_an_earlier_demo_comes_back_when_the_next_one_fails(tmp_path: Path, monk
         word_ordering_demo.run_demo(str(home), True, Console())
     assert files() == before
     # Killed half-way: what is half made goes, and the one before is kept until the new one is done.
-    home.rename(tmp_path / "run.old")
+    home.rename(tmp_path / "earlier")
     home.mkdir()
+    (tmp_path / "earlier").rename(home / ".before")
     (home / "demo.json").write_text("half made")
+    (home / "ce_hn").mkdir()
     with pytest.raises(KeyboardInterrupt):
         word_ordering_demo.run_demo(str(home), True, Console())
     assert files() == before
+    # Somebody's own folders are nobody else's, and any way of naming ours will do.
+    (tmp_path / "run.old").mkdir()
+    (tmp_path / "run.old" / "demo.json").write_text("kept")
     monkeypatch.setattr(word_ordering_demo, "_run", lambda *_: (home / "new").write_text("x"))
-    word_ordering_demo.run_demo(str(home), True, Console())
-    assert set(files()) == {"run/demo.json", "run/new"}
+    monkeypatch.chdir(home)
+    word_ordering_demo.run_demo(".", True, Console())
+    (tmp_path / "link").symlink_to(home)
+    word_ordering_demo.run_demo(str(tmp_path / "link"), True, Console())
+    (tmp_path / "link").unlink()
+    assert set(files()) == {"run/demo.json", "run/new", "run.old/demo.json"}
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

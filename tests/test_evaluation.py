@@ -112,6 +112,12 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert covered / repeats == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / repeats))
 
 
+def test_few_resamples_may_miss_a_group() -> None:
+    y, y_hat, accepted = np.array([0] * 98 + [1, 1]), np.array([0] * 98 + [1, 0]), np.ones(100, bool)
+    cells = [selective_metrics(y, y_hat, accepted, 2, 1, seed).class_conditional[1] for seed in range(40)]
+    assert {cell.low is None for cell in cells} == {True, False}
+
+
 def test_bootstrap_is_seeded() -> None:
     first, again, other = (selective_metrics(*problem(2), 3, 100, seed) for seed in (0, 0, 1))
     assert first == again

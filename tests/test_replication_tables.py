@@ -298,7 +298,7 @@ def test_latex_has_four_whole_tables(found: Tables) -> None:
         assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") == 4
     assert text.count("{") == text.count("}")
     first, second, _, last = text.split(r"\end{table*}")[:4]
-    assert "test & No fine-tuning & R & 0.00 [0.00, 0.0" in first
+    assert "test & No fine-tuning & R & 0.00 [0.00, 0.02]" in first
     assert r"$\pm$" in second
     assert r"No fine-tuning & 0.25 & 0.35 & 0.90 & 0.80 & 40.2 & 30.5 & - & - & $\infty$ \\" in last
     assert "∞" not in text
@@ -312,7 +312,7 @@ def test_markdown_has_four_whole_tables_and_the_statements(found: Tables) -> Non
     for lines in tables:
         assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
     assert r"| Dataset | Model | Acc. | n/\|D\| |" in text
-    assert "| test | No fine-tuning | R | 0.00 [0.00, 0.0" in text
+    assert "| test | No fine-tuning | R | 0.00 [0.00, 0.02] |" in text
     assert "**Generation.**" in text  # no alpha in it
     for comparison in found.comparisons:
         assert comparison.statement() in text

@@ -56,8 +56,11 @@ def test_vectors_whose_squares_float32_cannot_hold(scale, grid):
 
 def test_autocast_of_the_caller_changes_nothing():
     rng = np.random.default_rng(0)
-    vectors, labels, predictions, queries, guesses = problem(rng, n=400, m=64, n_queries=100)
+    vectors, labels, predictions, queries, guesses = problem(rng, n=4000, m=64, n_queries=500)
     support = SupportSet(vectors, labels, predictions)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = SupportSet.query.__wrapped__(support, queries, guesses)
+    assert not torch.equal(rounded.q, support.query(queries, guesses).q)  # so that it could be seen
     plain, near = support.query(queries, guesses), support.neighbors(queries, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, also = support.query(queries, guesses), support.neighbors(queries, 3)

@@ -234,3 +234,4 @@ def test_many_suffixes_take_no_longer_for_being_many() -> None:
     assert tags.bare("abc" + "\n<verified>" * 50_000) == "abc"
     assert tags.bare("abc" + "<verified>No</verified> \n" * 20_000) == "abc"
     assert tags.bare("abc" + "<ver" * 50_000) == "abc"
+    assert tags.certain("abc" + "\n" * 200_000) == "abc"

@@ -18,10 +18,10 @@ Q_SOFTMAX = 2.718281828459045 - 2.0
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Arithmetic as it is written, also under a caller's autocast, which would round products to half precision."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     with contextlib.ExitStack() as stack:
-        for kind in {"cpu", accelerator.type if accelerator else "cpu"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

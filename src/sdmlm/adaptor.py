@@ -111,7 +111,7 @@ def train_adaptor(
 
     def uniform(rows: int, columns: int, fan_in: int) -> Tensor:  # the default initialisation of Conv1d and Linear
         bound = 1.0 / math.sqrt(fan_in)
-        return (torch.rand(rows, columns, generator=generator) * (2 * bound) - bound).to(device)
+        return (torch.rand(rows, columns, generator=generator, dtype=torch.float32) * (2 * bound) - bound).to(device)
 
     weight, bias = uniform(exemplar_dim, dim, dim), uniform(1, exemplar_dim, dim).squeeze(0)
     out_weight, out_bias = (
@@ -125,8 +125,8 @@ def train_adaptor(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, fused=device.type in ("cpu", "cuda"))
     weights = [parameter.detach() for parameter in parameters]  # the same memory, outside autograd
 
-    q = torch.full((n,), Q_SOFTMAX, device=device)
-    d = torch.ones(n, device=device)
+    q = torch.full((n,), Q_SOFTMAX, dtype=torch.float32, device=device)
+    d = torch.ones(n, dtype=torch.float32, device=device)
     best = [w.clone() for w in weights]
     best_loss, history = math.inf, []
     own_entry = torch.arange(n, device=device)
@@ -150,7 +150,10 @@ def train_adaptor(
                 # Some class has no training point with q > 0, so d = 0 for all: every gradient is zero and would stay so.
                 # The values of the first epoch go on until each class has one. (Only training: the losses that choose
                 # the epoch are by the rule as it stands.)
-                q, d = torch.full((n,), Q_SOFTMAX, device=device), torch.ones(n, device=device)
+                q, d = (
+                    torch.full((n,), Q_SOFTMAX, dtype=torch.float32, device=device),
+                    torch.ones(n, dtype=torch.float32, device=device),
+                )
             found = support.query(h_ca, z_ca.argmax(dim=1))
             d_ca = DistanceCDF.fit(found.d_nearest, y_ca, found.q, n_classes).quantile(found.d_nearest).float()
             q_ca = found.q

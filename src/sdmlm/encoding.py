@@ -76,7 +76,7 @@ class VerificationTags:
     def read(self, generated: str) -> tuple[str, bool | None]:
         """As `split`, but the body never ends in a tag or the beginning of one, which a limit may have cut off."""
         body, verdict = self.split(generated)
-        cut = overlap(body, self.separator + self.open)
+        cut = overlap(body, self.separator + self.open) if self.separator else 0
         return self.bare(body[: len(body) - cut] if cut > len(self.separator) else body), verdict
 
     def bare(self, text: str) -> str:
@@ -106,10 +106,16 @@ class VerificationTags:
 
     def certain(self, text: str) -> str:
         """Of a text that goes on, or goes on with a tag, what is surely part of the answer."""
-        marks = (self.separator + self.open, self.open, self.separator)
-        while begun := max(overlap(text, mark) for mark in marks):
-            text = text[:-begun]
-        return text
+        end, marks = len(text), (self.separator + self.open, self.open, self.separator)
+        while True:
+            while self.separator and text.endswith(
+                self.separator, 0, end
+            ):  # a model stuck on newlines writes thousands
+                end -= len(self.separator)
+            tail = text[max(0, end - len(marks[0])) : end]
+            if not (begun := max(overlap(tail, mark) for mark in marks)):
+                return text[:end]
+            end -= begun
 
 
 @dataclass(frozen=True, slots=True)

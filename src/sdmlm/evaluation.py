@@ -100,10 +100,12 @@ def _intervals(counts: NDArray[np.int64], total: int, bootstrap: int, seed: int)
     out: list[list[float | None]] = []
     for g, some in enumerate((n > 0).T):
         wrong, hits = counts[2 * g : 2 * g + 2].tolist()
-        if wrong and hits:
+        if not wrong + hits or not some.any():  # the second: few resamples, and none with such a point
+            out.append([None, None])
+        elif wrong and hits:
             out.append(np.percentile(right[some, g] / n[some, g], _INTERVAL).tolist())
         else:
-            out.append(list(exact_bounds(hits, wrong + hits)) if wrong + hits else [None, None])
+            out.append(list(exact_bounds(hits, wrong + hits)))
     return out
 
 

@@ -42,6 +42,8 @@ def open_lm(name: str | Path, dtype: Any, trainable: bool = False) -> Any:
     from peft import PeftConfig, PeftModel
 
     config = PeftConfig.from_pretrained(str(name))
+    if not config.base_model_name_or_path:
+        raise ValueError("its adapter_config.json names no base model (base_model_name_or_path)")
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, dtype=dtype, revision=config.revision)
     return PeftModel.from_pretrained(base, str(name), is_trainable=trainable)
 

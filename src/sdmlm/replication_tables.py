@@ -224,11 +224,13 @@ class Tables:
         pairs = {"comparisons": self.comparisons, "by_alpha": self.by_alpha}
         return {"alpha": self.alpha, "tables": tables, **{k: [c.json() for c in v] for k, v in pairs.items()}}
 
-    def _points(self) -> dict[tuple[str, str, int], dict[str, float | None]]:
-        """How many points of each group there are, by model, test set and seed."""
+    def _points(self) -> dict[tuple[str, str, str, int], dict[str, float | None]]:
+        """How many points of each group there are, by family, setting, test set and seed."""
         whole = [line for line in self.of("full") if line.estimator == "no-reject"]
         return {
-            (line.model, line.dataset, seed): {group: line.quantities[f"{group} n"].values[i] for group in _GROUPS}
+            (line.family, line.setting, line.dataset, seed): {
+                group: line.quantities[f"{group} n"].values[i] for group in _GROUPS
+            }
             for line in whole
             for i, seed in enumerate(line.seeds)
         }
@@ -244,7 +246,11 @@ class Tables:
                 names = [line.table, line.dataset, line.model, line.estimator]
                 for i, (seed, value) in enumerate(zip(line.seeds, quantity.values, strict=True)):
                     interval = quantity.intervals[i] if quantity.intervals else None
-                    mark = None if value is not None else _mark(name, points.get((line.model, line.dataset, seed), {}))
+                    mark = (
+                        None
+                        if value is not None
+                        else _mark(name, points.get((line.family, line.setting, line.dataset, seed), {}))
+                    )
                     writer.writerow([*names, seed, name, value, *(interval or (None, None)), mark])
                 plain = quantity.json()
                 for kind in ("mean", "sd", "min", "max", "pooled"):

@@ -562,6 +562,12 @@ def _check_adapter(model: Any) -> None:
             f'The adapter of the model is named {", ".join(model.active_adapters)}: name it "default", for a saved folder '
             "opens with no other."
         )
+    if not model.active_peft_config.base_model_name_or_path:
+        warnings.warn(
+            "The base model was not loaded from a folder or the Hub, so a saved adapter will not know it and cannot be opened "
+            "by itself: save the base model and load it from there first.",
+            stacklevel=3,
+        )
 
 
 def _is_quantised(model: Any) -> bool:

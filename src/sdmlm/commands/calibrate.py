@@ -222,11 +222,11 @@ def load_tokenizer(model: str) -> Any:
     return loaded(AutoTokenizer.from_pretrained, model, "tokenizer")
 
 
-def load_model(model: str, dtype: Any, trainable: bool = False) -> Any:
+def load_model(model: str, dtype: Any) -> Any:
     """The causal LM of a folder or of the Hub."""
     from sdmlm.forward import open_lm
 
-    return loaded(open_lm, model, "model", dtype=dtype, trainable=trainable)
+    return loaded(open_lm, model, "model", dtype=dtype)
 
 
 def model_path(model: str) -> str:

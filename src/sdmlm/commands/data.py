@@ -109,6 +109,8 @@ def read_sentences(source: str) -> list[str]:
     if path.exists() or source.startswith((".", "/", "~")) or path.suffix == ".txt":
         raise ValueError(f"{source} is no file: give a text file with one sentence a line, or a data set of the Hub.")
     name, *config, split = source.split(":") if ":" in source else (source, "train")
+    if len(config) > 1 or not all((name, *config, split)):
+        raise ValueError(f"{source} is no name of a data set: give name, name:split or name:configuration:split.")
     try:
         import datasets
     except ImportError as error:

@@ -179,7 +179,7 @@ def _skeleton(settings: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(calibrate.model_path(settings["model"]))
-    if folder.is_dir() and not (folder / "config.json").exists():
+    if (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds an adapter: merge it into its model first (peft: merge_and_unload).")
     config = calibrate.loaded(AutoConfig.from_pretrained, settings["model"], "configuration")
     try:

@@ -247,6 +247,11 @@ def _check_same(job: Job, record: dict[str, Any]) -> None:
     name = _difference(record["settings"], job.settings)
     if name is not None:
         old, new = (s.get(name, recipe.field_default(name)) for s in (record["settings"], job.settings))
+        if name == "reward" and old is None:
+            raise ValueError(
+                f"{job.folder} was calibrated by exact match, as recipes without a reward once were, and not by {new}. Give "
+                "another --output."
+            )
         raise ValueError(
             f"{job.folder} holds a run of another recipe: {name} was {old!r} and is {new!r} in {job.recipe}. Give "
             "another --output."

@@ -81,7 +81,7 @@ def train(plan: Plan, resume: bool) -> dict[str, Any]:
     for source in plan.sources:
         calibrate.check_lengths(plan.encoder, source.rows, source.source)
     plan.skeleton = None
-    model = calibrate.load_model(settings["model"], torch.float32, trainable=True)
+    model = calibrate.load_model(settings["model"], torch.float32)
     try:
         trainer = SDMTrainer(
             model, config, plan.train, plan.calibration, plan.tokenizer, settings.get("reward"), lora(settings)

@@ -27,7 +27,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sdmlm.artifacts import SDM_FOLDER, write_text_atomically
+from sdmlm.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.demo.sentences import sentences
 from sdmlm.record import read_record
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sdmlm.verification import Verification
 
 MARK = "demo.json"  # says that a folder is ours
+BEFORE = ".before"  # where an earlier demo waits for the end of the next
+REPORT = "report.html"  # written last
 SEED = 0
 LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
 LOSSES = {"ce_hn": "ce", "sdm_hn": "sdm"}
@@ -123,8 +125,8 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         write_text_atomically(home / f"tables.{ending}", text)
     more = [("Answers of the SDM language model", _examples_html(examples))]
     intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
-    write_report(home / "report.html", runs, found, "An SDM language model comes to life", more, intro=intro)
-    out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / 'report.html'} for plots. Try next:", markup=False)
+    write_report(home / REPORT, runs, found, "An SDM language model comes to life", more, intro=intro)
+    out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / REPORT} for plots. Try next:", markup=False)
     for line in (f"sdmlm chat {home / 'sdm_hn'}", f"sdmlm serve {home / 'sdm_hn'}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)
     return found
@@ -137,35 +139,51 @@ def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
 
 @contextlib.contextmanager
 def _fresh(home: Path) -> Iterator[Path]:
-    """An empty folder of our own. An earlier demo there goes when this one is done, and comes back if it is not."""
+    """A folder of our own, empty but for an earlier demo, put away inside, which goes when this one is done and comes back
+    if it is not."""
     _check_ours(home)
-    old = home.with_name(home.name + ".old")
-    if old.exists() and not (old / MARK).exists():
-        raise ValueError(f"{old} is in the way of the demo that is in {home}: move it, or give another folder.")
-    if home.is_dir() and any(home.iterdir()):
-        if old.exists():  # a demo that was killed: the one before is still there
-            shutil.rmtree(home)
+    with locked(home, wait=False) as ours:
+        if not ours:
+            raise ValueError(f"Another demo is at work in {home}: wait for it, or give another folder with --output.")
+        before = home / BEFORE
+        if before.exists() and not (home / REPORT).exists():
+            _empty(home, but=BEFORE)  # a demo that was killed: the one before is still there
         else:
-            home.rename(old)
-    try:
-        write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
-        yield home
-    except BaseException:
-        shutil.rmtree(home, ignore_errors=True)
-        if old.exists():
-            old.rename(home)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(before, ignore_errors=True)
+            earlier = list(home.iterdir())
+            before.mkdir()
+            for path in earlier:
+                path.rename(before / path.name)
+        try:
+            write_text_atomically(home / MARK, json.dumps({"demo": "word ordering"}) + "\n")
+            yield home
+        except BaseException:
+            _empty(home, but=BEFORE)
+            for path in before.iterdir():
+                path.rename(home / path.name)
+            before.rmdir()
+            raise
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _empty(folder: Path, but: str) -> None:
+    for path in folder.iterdir():
+        if path.name == but:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _check_ours(home: Path) -> None:
     """Refuse what is no demo, or one that somebody has worked with."""
-    if home.is_file() or (home.is_dir() and any(home.iterdir()) and not (home / MARK).exists()):
+    marked = any((home / part / MARK).exists() for part in ("", BEFORE))
+    if home.is_file() or (home.is_dir() and any(home.iterdir()) and not marked):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
-    for name in LABELS:
-        sdm = home / name / SDM_FOLDER
-        if (sdm / "feedback").exists() or (sdm / "search.json").exists():
-            raise ValueError(f"{home / name} holds feedback or a calibrated search: give another folder with --output.")
+    for model in (home / part / name for part in ("", BEFORE) for name in LABELS):
+        if (model / SDM_FOLDER / "feedback").exists() or (model / SDM_FOLDER / "search.json").exists():
+            raise ValueError(f"{model} holds feedback or a calibrated search: give another folder with --output.")
 
 
 # Fine-tuning

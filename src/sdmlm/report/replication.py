@@ -109,7 +109,7 @@ def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tupl
         if wide and key in published:
             rows.append([*([line.dataset] if line.dataset else []), f"paper: {line.model}", *published[key]])
     names = (["dataset"] if any(line.dataset for line in lines) else []) + ["model"]
-    seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% bootstrap interval]."
+    seeds = " With several seeds: mean ± standard deviation (smallest to largest); with one: [95% interval]: bootstrap, exact at 0 and 1."
     if wide:
         seeds = " With several seeds: means; tables.csv has all." if any(len(line.seeds) > 1 for line in lines) else ""
     caption = f"{tables.title(name)}. {layout.caption}{seeds}"
