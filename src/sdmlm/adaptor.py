@@ -125,8 +125,11 @@ def train_adaptor(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, fused=device.type in ("cpu", "cuda"))
     weights = [parameter.detach() for parameter in parameters]  # the same memory, outside autograd
 
-    q = torch.full((n,), Q_SOFTMAX, dtype=torch.float32, device=device)
-    d = torch.ones(n, dtype=torch.float32, device=device)
+    first = (
+        torch.full((n,), Q_SOFTMAX, dtype=torch.float32, device=device),
+        torch.ones(n, dtype=torch.float32, device=device),
+    )
+    q, d = first
     best = [w.clone() for w in weights]
     best_loss, history = math.inf, []
     own_entry = torch.arange(n, device=device)
@@ -150,10 +153,7 @@ def train_adaptor(
                 # Some class has no training point with q > 0, so d = 0 for all: every gradient is zero and would stay so.
                 # The values of the first epoch go on until each class has one. (Only training: the losses that choose
                 # the epoch are by the rule as it stands.)
-                q, d = (
-                    torch.full((n,), Q_SOFTMAX, dtype=torch.float32, device=device),
-                    torch.ones(n, dtype=torch.float32, device=device),
-                )
+                q, d = first
             found = support.query(h_ca, z_ca.argmax(dim=1))
             d_ca = DistanceCDF.fit(found.d_nearest, y_ca, found.q, n_classes).quantile(found.d_nearest).float()
             q_ca = found.q

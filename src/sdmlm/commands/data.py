@@ -102,7 +102,7 @@ def read_sentences(source: str) -> list[str]:
         return sentences(SENTENCES, seed=SENTENCES_SEED)
     path = Path(source)
     if path.is_file():
-        lines = [line for each in decode(path.read_bytes(), source).split("\n") if (line := each.strip())]
+        lines = _sentences_in(decode(path.read_bytes(), source))
         if not lines:
             raise ValueError(f"{source} is empty: it holds no sentences.")
         return lines
@@ -125,12 +125,14 @@ def read_sentences(source: str) -> list[str]:
     column = next((c for c in ("sentence", "text") if c in rows.column_names), None)
     if column is None:
         raise ValueError(f"{source} has no column `sentence` or `text` (found: {', '.join(rows.column_names)}).")
-    lines = [
-        line for cell in rows[column] if isinstance(cell, str) for each in cell.split("\n") if (line := each.strip())
-    ]
+    lines = [line for cell in rows[column] if isinstance(cell, str) for line in _sentences_in(cell)]
     if not lines:
         raise ValueError(f"{source} has no text in its column {column}: it holds no sentences.")
     return lines
+
+
+def _sentences_in(text: str) -> list[str]:
+    return [line for each in text.split("\n") if (line := each.strip())]
 
 
 def _new_folder(output: str) -> Path:
