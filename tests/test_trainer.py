@@ -292,6 +292,21 @@ def test_accumulation_changes_nothing(tmp_path: Path, loss: str) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=5e-4 if loss == "sdm" else 2e-5)
 
 
+def test_the_documents_of_a_step_are_dealt_by_length(tmp_path: Path) -> None:
+    rows = [row for letters in (9, 2, 7, 4) for row in copy_rows(4, letters, letters)]
+    config = tiny_config(tmp_path, loss="ce", per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    trainer = SDMTrainer(tiny_lm(), config, rows, copy_rows(16, 1), tiny_tokenizer())
+    trainer.begin_epoch(0)
+    numbers = torch.randperm(16, generator=torch.Generator().manual_seed(0)).split(4)
+    batches, _ = trainer.get_batch_samples(iter([{"rows": n} for n in numbers]), 4, torch.device("cpu"))
+    assert [set(b["rows"].tolist()) for b in batches] == [{4, 5, 6, 7}, {12, 13, 14, 15}, {8, 9, 10, 11}, {0, 1, 2, 3}]
+    widths = [int(b["attention_mask"].shape[1]) for b in batches]
+    assert widths == sorted(widths)
+    for b in batches:  # what was moved is whole
+        for i, ids, mask in zip(b["rows"].tolist(), b["input_ids"], b["attention_mask"], strict=True):
+            assert ids[mask.bool()].tolist() == trainer._encoded_documents[i].input_ids
+
+
 def test_one_pass_a_step(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
