@@ -622,6 +622,7 @@ def test_in_another_type_it_is_still_the_same_model(folder: Path) -> None:
         (lambda sdm: next(sdm.glob("texts-*")).unlink(), "is missing"),
         (lambda sdm: change(sdm, tags={"open": ""}), "lm.json is damaged"),
         (lambda sdm: change(sdm, autocast="int4"), "lm.json is damaged"),
+        (lambda sdm: change(sdm, dtype="int4"), "lm.json is damaged"),
         (lambda sdm: change(sdm, format_version=9), "newer sdmlm"),
         (lambda sdm: change(sdm, training=...), r"lm.json is damaged \(training is missing"),
         (lambda sdm: edited(sdm / "lm.json", '"Yes"', '"Yds"'), r"lm.json is damaged \(its checksum differs"),
@@ -682,6 +683,20 @@ def test_an_adapter_folder(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "again" / "model.safetensors").exists()
     all_same(SDMLanguageModel.from_pretrained(tmp_path / "again").generate(PROMPTS[:5]), found)
+
+
+def test_an_adapter_is_opened_in_the_type_it_was_trained_in(tmp_path: Path) -> None:
+    """Not in that of its base on disk: h would be rounded where the layer's was not."""
+    from peft import LoraConfig
+
+    path = tmp_path / "base"
+    tiny_lm(max_position_embeddings=96).bfloat16().save_pretrained(path)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    folder = train(tmp_path, peft_config=lora, model=str(path), num_train_epochs=1)
+    lm = SDMLanguageModel.from_pretrained(folder)
+    assert {p.dtype for p in lm.model.parameters()} == {torch.float32}
+    change(folder / "sdm", dtype=...)  # as written by sdmlm before this fact
+    assert SDMLanguageModel.from_pretrained(folder).model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["dora", "vera"])

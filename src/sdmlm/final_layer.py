@@ -214,6 +214,7 @@ def save_final_layer(
         "max_new_tokens": args.max_new_tokens,
         "reward": reward_name(reward),
         # As the final layer's documents were read: h must be read likewise when it is asked.
+        "dtype": next(str(t.dtype).removeprefix("torch.") for t in weights.values() if t.is_floating_point()),
         "autocast": ("bfloat16" if args.bf16 else "float16" if args.fp16 else None) if fine_tuned else None,
         "training": training,
         "calibrated": None if data is None else dict(data),

@@ -470,9 +470,9 @@ class SDMLanguageModel:
     ) -> SDMLanguageModel:
         """Open a folder, or a model of the Hub, that holds a causal LM with its SDM layer in `sdm/`.
 
-        device: by default a GPU where there is one. dtype: by default that of the saved weights. An SDM layer that was
-        fitted over other weights is refused, unless `allow_other_weights`: its verdicts then mean little. `hub`: what
-        `huggingface_hub.snapshot_download` takes, such as revision and token.
+        device: by default a GPU where there is one. dtype: by default the one that the SDM layer was fitted in. A layer
+        that was fitted over other weights is refused, unless `allow_other_weights`: its verdicts then mean little.
+        `hub`: what `huggingface_hub.snapshot_download` takes, such as revision and token.
         """
         from sdmlm.search_calibration import load_searches
 
@@ -489,6 +489,9 @@ class SDMLanguageModel:
             max_length, truncate_prompt, expected = facts["max_length"], facts["truncate_prompt"], facts["fingerprint"]
             if facts.get("autocast") not in (None, "bfloat16", "float16"):
                 raise ValueError(f"autocast {facts['autocast']!r}")
+            own_dtype = facts.get("dtype", "auto")  # of the saved weights, in folders older than this fact
+            if own_dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
+                raise ValueError(f"dtype {own_dtype!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{sdm / 'lm.json'} is damaged ({error}): run sdmlm calibrate --force.") from error
         if version > FORMAT_VERSION:
@@ -498,7 +501,7 @@ class SDMLanguageModel:
         from transformers import AutoTokenizer
 
         tokenizer = loaded(AutoTokenizer.from_pretrained, folder, "tokenizer", path)
-        model = loaded(open_lm, folder, "model", path, dtype=dtype or "auto").to(where)
+        model = loaded(open_lm, folder, "model", path, dtype=dtype or own_dtype).to(where)
         if not allow_other_weights and fingerprint(inner_lm(model).state_dict()) != expected:
             raise ValueError(
                 f"The SDM layer in {sdm} was fitted over other weights than those of the model beside it: run sdmlm "
