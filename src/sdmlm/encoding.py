@@ -108,9 +108,8 @@ class VerificationTags:
         """Of a text that goes on, or goes on with a tag, what is surely part of the answer."""
         end, marks = len(text), (self.separator + self.open, self.open, self.separator)
         while True:
-            while self.separator and text.endswith(
-                self.separator, 0, end
-            ):  # a model stuck on newlines writes thousands
+            # All separators at once: a model stuck on newlines writes thousands.
+            while self.separator and text.endswith(self.separator, 0, end):
                 end -= len(self.separator)
             tail = text[max(0, end - len(marks[0])) : end]
             if not (begun := max(overlap(tail, mark) for mark in marks)):

@@ -246,11 +246,8 @@ class Tables:
                 names = [line.table, line.dataset, line.model, line.estimator]
                 for i, (seed, value) in enumerate(zip(line.seeds, quantity.values, strict=True)):
                     interval = quantity.intervals[i] if quantity.intervals else None
-                    mark = (
-                        None
-                        if value is not None
-                        else _mark(name, points.get((line.family, line.setting, line.dataset, seed), {}))
-                    )
+                    known = points.get((line.family, line.setting, line.dataset, seed), {})
+                    mark = None if value is not None else _mark(name, known)
                     writer.writerow([*names, seed, name, value, *(interval or (None, None)), mark])
                 plain = quantity.json()
                 for kind in ("mean", "sd", "min", "max", "pooled"):

@@ -254,7 +254,7 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
             numbers = [i for i in found["rows"].tolist() if i >= 0]
             sizes.append(len(numbers))
             rows += numbers
-        if len(sizes) > 1:
+        if len(sizes) > 1:  # a single batch is padded alike in any order
             rows.sort(key=lambda i: len(self._encoded_documents[i].input_ids))
         left, batches = iter(rows), []
         for size in sizes:
