@@ -16,7 +16,7 @@ from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
 from sdmlm.commands.data import read_sentences
 from sdmlm.demo import word_ordering as word_ordering_demo
-from sdmlm.demo.word_ordering import FAST_SIZES, TRAINING, command, demo_splits
+from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits
 from sdmlm.recipe import read_recipe
 from sdmlm.replication import read_evaluation
 from sdmlm.tasks.word_ordering import make_splits
@@ -36,7 +36,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_it_writes_everything(demo: tuple[Path, str]) -> None:
     folder, _ = demo
     names = {"ce_hn", "sdm_hn", "data", "demo.json", "report.html", "tables.csv", "tables.json", "tables.tex"}
-    assert {p.name for p in folder.iterdir()} == names
+    assert {p.name for p in folder.iterdir()} == names == OURS - {".before"}
     for setting in ("ce_hn", "sdm_hn"):
         assert not list((folder / setting).glob("checkpoint-*"))
         record = json.loads((folder / setting / "training.json").read_text(encoding="utf-8"))
@@ -162,13 +162,13 @@ def test_an_earlier_demo_comes_back_when_the_next_one_fails(tmp_path: Path, monk
     # Somebody's own folders are nobody else's, and any way of naming ours will do.
     (tmp_path / "run.old").mkdir()
     (tmp_path / "run.old" / "demo.json").write_text("kept")
-    monkeypatch.setattr(word_ordering_demo, "_run", lambda *_: (home / "new").write_text("x"))
+    monkeypatch.setattr(word_ordering_demo, "_run", lambda *_: (home / "tables.csv").write_text("x"))
     monkeypatch.chdir(home)
     word_ordering_demo.run_demo(".", True, Console())
     (tmp_path / "link").symlink_to(home)
     word_ordering_demo.run_demo(str(tmp_path / "link"), True, Console())
     (tmp_path / "link").unlink()
-    assert set(files()) == {"run/demo.json", "run/new", "run.old/demo.json"}
+    assert set(files()) == {"run/demo.json", "run/tables.csv", "run.old/demo.json"}
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +176,10 @@ def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["demo", "--fast", "--output", str(tmp_path)]) == 2
     assert "another folder" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"precious"}
+    (tmp_path / "demo.json").write_text("{}")  # a demo to which somebody has added something of their own
+    assert main(["demo", "--fast", "--output", str(tmp_path)]) == 2
+    assert "precious is not of a demo: move it" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"precious", "demo.json"}
 
 
 def test_a_model_that_somebody_has_worked_with_is_not_thrown_away(

@@ -544,6 +544,11 @@ def test_bad_input_to_score_is_named(fitted):
         fitted.explain(np.zeros((1, 6)), k=0)
 
 
+def test_on_a_device_without_double_precision_the_cpu_works():
+    X, y = blobs(60)
+    assert SDMEstimator(device="mps", **SMALL).fit(X, y).layers_[0].adaptor.weight.device.type == "cpu"
+
+
 def test_the_estimator_needs_no_language_model_library():
     """Importing the estimator half must not import transformers."""
     import subprocess

@@ -173,7 +173,8 @@ def test_runs_are_read_with_their_names_and_history(tmp_path: Path) -> None:
             write_evaluation(evaluation_file(home, test), some_evaluation(seed=seed), facts)
         record = {"status": "finished", "settings": {}, "data": {}, "config": {}, "log_history": [{"step": seed}]}
         (home / "training.json").write_text(json.dumps(record))
-    (tmp_path / "fam-ce" / "seed-0").mkdir(parents=True)  # begun, not evaluated
+    # Begun, not evaluated: another process has just begun to save its SDM layer
+    (tmp_path / "fam-ce" / "seed-0" / "sdm").mkdir(parents=True)
     runs = read_runs(tmp_path)
     assert [(run.family, run.setting, run.label, run.seed) for run in runs] == [
         ("fam", "sdm_hn", "SDM + HN", 0),

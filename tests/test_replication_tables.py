@@ -163,6 +163,7 @@ def test_quantities_over_seeds() -> None:
     assert Quantity((0.25,), (None,)).text(2, "R") == "0.25"
     assert Quantity((0.001,)).text(2, "R") == "<0.01"
     assert Quantity((0.0,)).text(2, "R") == "0.00"
+    assert Quantity((0.001,), ((0.0, 0.003),)).text(2, "R") == "<0.01 [0.00, <0.01]"
     assert Quantity((0.5,)).json() == {"values": [0.5], "intervals": []}
 
 
@@ -207,13 +208,20 @@ def test_csv_and_json_keep_every_number(found: Tables) -> None:
     assert len(data["comparisons"]) == 2
 
 
-def test_the_full_table_shows_means_with_the_interval_of_one_seed_or_the_range_of_several(found: Tables) -> None:
+def test_the_full_table_pools_seeds_and_has_the_interval_of_one_seed_or_the_range_of_several(found: Tables) -> None:
     table = found.full()
     assert table.alpha == 0.95
     rows = {(r.dataset, r.model, r.estimator): r.metrics for r in table.rows}
     line = next(x for x in found.of("full") if (x.dataset, x.setting, x.estimator) == ("test", "sdm_hn", "HR"))
     cell = rows["test", "SDM + HN", "HR"].marginal
-    assert cell.accuracy == pytest.approx(statistics.fmean(line.quantities["all accuracy"].known))
+    admitted = [
+        y == c_hat
+        for e in (r.evaluations["test"] for r in some_runs() if r.setting == "sdm_hn")
+        for y, c_hat, ours in zip(e.y, e.prediction, e.accepted, strict=True)
+        if ours
+    ]
+    assert cell.accuracy == pytest.approx(sum(admitted) / len(admitted))
+    assert cell.accuracy != pytest.approx(statistics.fmean(line.quantities["all accuracy"].known))
     assert cell.share == pytest.approx(statistics.fmean(line.quantities["all share"].known))
     known = line.quantities["all accuracy"].known
     assert (cell.low, cell.high) == (min(known), max(known))
@@ -426,8 +434,11 @@ def test_statements_say_what_the_numbers_say() -> None:
     says = statement(more, less, wrong)
     assert f"in {FEW} of {FEW} with sdm_hn and in {FEW} of {FEW} with ce_hn" in says
     assert says.endswith("Here sdm_hn admits more, but not at the accuracy asked for.")
+    none = statement([no] * FEW, more, yes)
+    assert f"alpha = 0.95 nowhere with sdm_hn and in 0 of {FEW} with ce_hn" in none
     mixed = [yes, no, yes, no, yes]
     assert statement(mixed, mixed[::-1], yes).endswith("This shows no difference either way.")
+    assert "in 0 of 3 with sdm_hn and in 0 of 3 with ce_hn" in statement(mixed, mixed[::-1], yes)
     assert "no difference either way. 2 seeds are few" in statement([yes, no], [no, yes], yes)
 
 

@@ -31,6 +31,8 @@ RUNS: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "one ce": (1, False, {"loss": "ce"}),
     "ddp ce": (2, False, {"loss": "ce", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     "fsdp ce": (2, True, {"loss": "ce"}),
+    "one dropped": (1, False, {"loss": "ce", "dataloader_drop_last": True}),
+    "ddp dropped": (2, False, {"loss": "ce", "dataloader_drop_last": True}),
 }
 RESUMED = ("ddp", "fsdp")  # killed after step 7 and resumed, beside
 
@@ -168,6 +170,14 @@ def test_cross_entropy_is_the_same_on_one_process_and_on_two(runs: Path, kind: s
     assert _values(runs, f"{kind} ce", "hard_negatives") == pytest.approx(_values(runs, "one ce", "hard_negatives"))
     assert _difference(runs, f"{kind} ce", "one ce") < 1e-4
     assert _difference(runs, f"{kind} ce", "one") > 1e-3  # so the comparison can fail
+
+
+def test_a_last_step_that_is_dropped_is_dropped_by_both(runs: Path) -> None:
+    """As in the recipes of the paper's model: 5000 rows are 78 steps of 64, and the 8 rows left over wait."""
+    assert len(_values(runs, "ddp dropped", "loss")) == 2 * (56 // 16)
+    assert _values(runs, "ddp dropped", "loss") == pytest.approx(_values(runs, "one dropped", "loss"), rel=1e-5)
+    assert _difference(runs, "ddp dropped", "one dropped") < 1e-4
+    assert _difference(runs, "ddp dropped", "one ce") > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

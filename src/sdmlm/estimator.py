@@ -52,7 +52,7 @@ class SDMEstimator:
     rounds: J, rounds of fresh random halves and fresh initial weights; the one with the lowest loss wins.
     center: "global" (one mean and standard deviation over all entries, as published) or "feature" (per column).
     seed: the same seed gives the same result.
-    device: a torch device; by default a GPU where there is one.
+    device: a torch device; by default a CUDA GPU where there is one (on Apple's GPUs the CPU does the work).
     ensemble: keep the models of all rounds, and accept only what all of them accept as the same class.
     max_q: cap on q; None for none (the published code capped it at 2048).
     index: "exact", or "faiss" for an approximate index over supports beyond a million vectors (extra `faiss`).
@@ -471,7 +471,8 @@ class SDMEstimator:
             raise ValueError(f"{method} works on a single model: fit with ensemble=False.")
 
     def _device(self) -> torch.device:
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.device("cpu") if device.type == "mps" else device  # which has no double precision
 
     def _make_support(self) -> MakeSupport:
         if self.index == "faiss":

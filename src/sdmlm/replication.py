@@ -251,6 +251,8 @@ def read_runs(folder: str | Path) -> list[Run]:
     runs = []
     sources: dict[tuple[str, str], tuple[str, Path]] = {}
     for home in sorted(Path(folder).glob("*/seed-*")):
+        if not any((home / EVALUATIONS).glob("*.json")):
+            continue  # perhaps another process is at work on it
         layer = layer_sha256(home / SDM_FOLDER) if (home / SDM_FOLDER).exists() else None
         found, others = _with_facts(home, layer)
         for path in others:

@@ -89,16 +89,20 @@ class Quantity:
         """One seed: value [low, high]. Several: mean ± sd (min to max), pooled. Brief: value or mean alone."""
         if self.mean is None:
             return none
-        shown = "<0.01" if digits == 2 and rounded(self.mean) == "<0.01" else f"{self.mean:.{digits}f}"
+
+        def number(value: float) -> str:
+            return rounded(value) if digits == 2 else f"{value:.{digits}f}"
+
+        shown = number(self.mean)
         missing = len(self.values) - len(self.known)
         if brief:
             return f"{shown}, {none} in {missing}" if missing and none != "-" else shown
         if len(self.values) == 1:
             interval = self.intervals[0] if self.intervals else None
-            return shown if interval is None else f"{shown} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+            return shown if interval is None else f"{shown} [{number(interval[0])}, {number(interval[1])}]"
         if self.sd is not None:
-            shown += f" ± {self.sd:.{digits}f} ({min(self.known):.{digits}f} to {max(self.known):.{digits}f})"
-            shown += "" if self.pooled is None else f", {self.pooled:.{digits}f} pooled"
+            shown += f" ± {number(self.sd)} ({number(min(self.known))} to {number(max(self.known))})"
+            shown += "" if self.pooled is None else f", {number(self.pooled)} pooled"
         return f"{shown}, {none} in {missing} of {len(self.values)}" if missing else shown
 
 
@@ -207,12 +211,12 @@ class Tables:
         return [line for line in self.lines if line.table == table]
 
     def full(self) -> Table:
-        """The class- and prediction-conditional table; over several seeds the cells are means."""
+        """The class- and prediction-conditional table; over several seeds accuracies are pooled, shares are means."""
         rows, lines = [], self.of("full")
         whole = {(line.family, line.setting, line.dataset): line for line in lines if line.estimator == "no-reject"}
         for line in lines:
             points = whole[line.family, line.setting, line.dataset].quantities
-            cells = [_mean_cell(line, group, points[f"{group} n"]) for group in _GROUPS]
+            cells = [_pooled_cell(line, group, points[f"{group} n"]) for group in _GROUPS]
             metrics = SelectiveMetrics((cells[0], cells[1]), (cells[2], cells[3]), cells[4])
             rows.append(Row(line.dataset, line.model, line.estimator, metrics))
         return Table(rows, self.alpha, ["0", "1"])
@@ -297,7 +301,7 @@ class Tables:
 
     def markdown(self) -> str:
         """All four for a page, and what the comparisons say."""
-        full = "By class and by prediction: accuracy among the admitted (their share), with several seeds means, bold below alpha"
+        full = "By class and by prediction: accuracy among the admitted of all seeds (mean share), bold below alpha"
         parts = [
             self._markdown("selective"),
             self._markdown("generation"),
@@ -366,8 +370,11 @@ def _mark(quantity: str, points: Mapping[str, float | None]) -> str:
     return "all rejected" if points.get(quantity.split()[0] if " " in quantity else "all") else "no points"
 
 
-def _mean_cell(line: Line, group: str, points: Quantity) -> Cell:
-    """Of one seed with its interval, of several with their range; `points` are those that could be admitted, by seed."""
+def _pooled_cell(line: Line, group: str, points: Quantity) -> Cell:
+    """Of one seed with its interval, of several with their range; `points` are those that could be admitted, by seed.
+
+    Pooled, as a mean over seeds would let a seed that admits one answer weigh as much as one that admits a hundred.
+    """
     accuracy, share, n = (line.quantities[f"{group} {what}"] for what in ("accuracy", "share", "n"))
     low, high = accuracy.intervals[0] or (None, None)
     if len(line.seeds) > 1 and accuracy.known:
@@ -377,7 +384,7 @@ def _mean_cell(line: Line, group: str, points: Quantity) -> Cell:
     return Cell(
         round(n.mean or 0),
         share.mean or 0.0,
-        accuracy.mean,
+        accuracy.pooled,
         low,
         high,
         not points.mean,
@@ -496,6 +503,10 @@ class Comparison:
         """In how many seeds the accuracy among the admitted is below alpha."""
         return sum((a := pair[which]) is not None and a < self.alpha for pair in self.accuracies)
 
+    def admitting(self, which: int) -> int:
+        """In how many seeds anything is admitted."""
+        return sum(pair[which] is not None for pair in self.accuracies)
+
     @property
     def verdict(self) -> str:
         """ "more", "less" or "open": what the interval of the difference allows to say."""
@@ -516,8 +527,9 @@ class Comparison:
             above = sum(difference > 0 for difference in self.differences)
             says += f" on average, paired by seed, over the same rows (sd {100 * (self.sd or 0):.1f}, more in {above} of {n}, 95% t interval "
             says += f"{low} to {high}). "
-        says += f"Accuracy among the admitted falls below alpha = {self.alpha:g} in {self.below(0)} of {n} with {self.first} "
-        says += f"and in {self.below(1)} of {n} with {self.second}. "
+        below = [f"in {self.below(i)} of {self.admitting(i)}" if self.admitting(i) else "nowhere" for i in (0, 1)]
+        says += f"Of the runs that admit any, accuracy among the admitted falls below alpha = {self.alpha:g} {below[0]} with "
+        says += f"{self.first} and {below[1]} with {self.second}. "
         if self.verdict == "open":
             says += "This shows no difference either way."
         else:

@@ -44,6 +44,8 @@ BEFORE = ".before"  # where an earlier demo waits for the end of the next
 REPORT = "report.html"  # written last
 SEED = 0
 LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
+TABLES = ("tables.csv", "tables.json", "tables.tex")
+OURS = {MARK, BEFORE, REPORT, "data", *LABELS, *TABLES}  # all that a demo has in its folder
 LOSSES = {"ce_hn": "ce", "sdm_hn": "sdm"}
 ALPHA = 0.9
 # Chosen on the calibration rows and a development set; recipes/demo holds the same.
@@ -61,6 +63,7 @@ TRAINING: dict[str, Any] = {
     "exemplar_dim": 256,
     "sdm_epochs": 50,
     "sdm_learning_rate": 3e-3,
+    "use_cpu": True,  # the same numbers everywhere; a model so small is at home there
 }
 SIZES = {"train": 3200, "calibration": 3200, "test": 1000, "shifted": 1000}
 FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
@@ -101,7 +104,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         from sdmlm.demo.one_thread import one_thread
         from sdmlm.lm import SDMLanguageModel
 
-        lm = SDMLanguageModel.from_pretrained(home / setting)
+        lm = SDMLanguageModel.from_pretrained(home / setting, device="cpu")
         with one_thread():
             evaluations = {name: _evaluate(lm, home, setting, name, splits[name]) for name in ("test", "shifted")}
             if setting == "sdm_hn":
@@ -121,8 +124,8 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         out.print(Text("\n" + comparison.statement()))
     for title, row, verification in examples:
         _show(out, title, row, verification)
-    for ending, text in (("csv", found.csv()), ("json", json.dumps(found.json(), indent=1)), ("tex", found.latex())):
-        write_text_atomically(home / f"tables.{ending}", text)
+    for name, text in zip(TABLES, (found.csv(), json.dumps(found.json(), indent=1), found.latex()), strict=True):
+        write_text_atomically(home / name, text)
     more = [("Answers of the SDM language model", _examples_html(examples))]
     intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
     write_report(home / REPORT, runs, found, "An SDM language model comes to life", more, intro=intro)
@@ -177,13 +180,17 @@ def _empty(folder: Path, but: str) -> None:
 
 
 def _check_ours(home: Path) -> None:
-    """Refuse what is no demo, or one that somebody has worked with."""
+    """Refuse what is no demo, or one that somebody has worked with: all of it would go."""
     marked = any((home / part / MARK).exists() for part in ("", BEFORE))
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not marked):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
-    for model in (home / part / name for part in ("", BEFORE) for name in LABELS):
-        if (model / SDM_FOLDER / "feedback").exists() or (model / SDM_FOLDER / "search.json").exists():
-            raise ValueError(f"{model} holds feedback or a calibrated search: give another folder with --output.")
+    for part in (home, home / BEFORE):
+        strange = sorted({p.name for p in part.iterdir()} - OURS) if part.is_dir() else []
+        if strange:
+            raise ValueError(f"{part / strange[0]} is not of a demo: move it, or give another folder with --output.")
+        for model in (part / name for name in LABELS):
+            if (model / SDM_FOLDER / "feedback").exists() or (model / SDM_FOLDER / "search.json").exists():
+                raise ValueError(f"{model} holds feedback or a calibrated search: give another folder with --output.")
 
 
 # Fine-tuning

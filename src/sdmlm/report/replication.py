@@ -152,8 +152,7 @@ def _compared(comparisons: Sequence[Comparison]) -> str:
     for c in comparisons:
         low, high = (f"{100 * bound:+.1f}" for bound in c.interval)
         shares = [f"{100 * fmean(pair[i] for pair in c.shares):.1f}%" for i in (0, 1)]
-        known = [sum(pair[i] is not None for pair in c.accuracies) for i in (0, 1)]  # seeds that admit anything
-        below = [f"{c.below(i)} of {n}" if n else "-" for i, n in enumerate(known)]
+        below = [f"{c.below(i)} of {c.admitting(i)}" if c.admitting(i) else "-" for i in (0, 1)]
         difference = f"{100 * c.mean:+.1f} ({low} to {high})" if any(map(any, c.shares)) else "nothing admitted"
         rows.append([c.family, c.dataset, f"{c.alpha:g}", *shares, difference, *below])
     first, second = comparisons[0].first, comparisons[0].second
