@@ -101,7 +101,7 @@ class Quantity:
             interval = self.intervals[0] if self.intervals else None
             return shown if interval is None else f"{shown} [{number(interval[0])}, {number(interval[1])}]"
         if self.sd is not None:
-            shown += f" ± {number(self.sd)} ({number(min(self.known))} to {number(max(self.known))})"
+            shown += f" ± {self.sd:.{digits}f} ({number(min(self.known))} to {number(max(self.known))})"
             shown += "" if self.pooled is None else f", {number(self.pooled)} pooled"
         return f"{shown}, {none} in {missing} of {len(self.values)}" if missing else shown
 
