@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdmlm.activation import Q_SOFTMAX, log_sdm, rescaled_similarity, sdm, sdm_loss, sdm_losses
+from sdmlm.activation import Q_SOFTMAX, full_precision, log_sdm, rescaled_similarity, sdm, sdm_loss, sdm_losses
 
 rows = st.integers(1, 5).flatmap(
     lambda c: st.tuples(
@@ -113,3 +113,17 @@ def test_half_precision_and_large_q(dtype):
     p = sdm(torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([100_000]), torch.tensor([1.0]))
     assert float(p[0, 0]) == pytest.approx(1.0)
     assert float(rescaled_similarity(torch.tensor([2049]), torch.tensor([1.0], dtype=dtype))[0]) == 2049.0
+
+
+def test_a_callers_tf32_is_off_while_we_compute(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with full_precision():
+            assert matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "high"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)

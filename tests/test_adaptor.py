@@ -153,6 +153,10 @@ def test_standardization():
     np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-5)
     np.testing.assert_allclose(std[[0, 1, 3]], x.std(axis=0, ddof=1)[[0, 1, 3]], rtol=1e-5)
     assert std[2] == 1.0
+    tall = rng.normal(3, 2, (2**20 // 100 + 77, 100))  # more than is summed at a time
+    mean, std = standardization(torch.from_numpy(tall), "feature")
+    np.testing.assert_allclose(mean, tall.mean(axis=0), rtol=1e-10)
+    np.testing.assert_allclose(std, tall.std(axis=0, ddof=1), rtol=1e-10)
 
 
 def test_balanced_loss_weighs_classes_alike():

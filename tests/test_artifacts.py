@@ -159,6 +159,16 @@ def test_a_file_in_the_way(tmp_path):
         write(tmp_path / "f")
 
 
+def test_a_folder_of_something_else_keeps_its_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"holds something else, whose config\.json would be lost"):
+        write(tmp_path)
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
+    (tmp_path / "config.json").write_text("{half")  # nobody's any more
+    write(tmp_path)
+    read(tmp_path)
+
+
 def test_text_is_replaced_in_one_step(tmp_path, monkeypatch):
     write_text_atomically(tmp_path / "t", "old")
 

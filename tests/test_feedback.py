@@ -31,7 +31,8 @@ def test_given_and_taken_back(estimator: SDMEstimator, tmp_path: Path) -> None:
     assert gone.text == "text 1"
     assert [item.id for item in shorter.items] == ["feedback:1", "feedback:3"]
     assert log.without(None)[1].id == "feedback:3"
-    assert shorter.added("new", 1, h[0]).items[-1].id == "feedback:4"
+    twice = shorter.added("new", 1, h[0]).added("newer", 1, h[0])  # an id is never used twice
+    assert [item.id for item in twice.items[2:]] == ["feedback:4", "feedback:5"]
 
     save_feedback(tmp_path, shorter, "print")
     again = load_feedback(tmp_path, "print")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from sdmlm import SDMLanguageModel, SearchPolicy, Verification, calibrate_search
 from sdmlm import lm as lm_module
 from sdmlm.artifacts import read_facts, write_facts
-from sdmlm.encoding import VerificationTags
+from sdmlm.encoding import Encoder, VerificationTags
 from sdmlm.explain import reason
 from sdmlm.final_layer import layer_sha256
 from sdmlm.forward import inner_lm
@@ -870,8 +870,33 @@ def test_a_model_that_cuts_prompts_still_does(tmp_path: Path) -> None:
     lm = SDMLanguageModel.from_pretrained(folder)
     long = "abcdefgh" * 12 + "="
     v = lm.generate(long, max_new_tokens=8)
-    assert v.prompt_tokens < 40
+    assert v.prompt_tokens == 40 - lm.encoder.suffix_length - 8
     same(v, lm.verify(long, v.text))
+
+
+@pytest.mark.parametrize("bound", [None, 30, 10**6])
+def test_a_bound_that_no_answer_reaches_does_not_cost_the_prompt(
+    tmp_path: Path, lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch, bound: int | None
+) -> None:
+    """The LM reads the whole prompt where prompts may be cut and this one leaves room; of longer ones it reads half a context."""
+    import sdmlm.negatives as negatives
+
+    encoder = Encoder(lm.tokenizer, lm.tags, max_length=40, truncate_prompt=True)
+    cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.facts)
+    seen: list[list[int]] = []
+    original = negatives._generate_batch
+
+    def spy(model: Any, encoder: Encoder, rows: list[int], prompts: list[list[int]], *rest: Any) -> None:
+        seen.extend(prompts[n] for n in rows)
+        original(model, encoder, rows, prompts, *rest)
+
+    monkeypatch.setattr(negatives, "_generate_batch", spy)
+    v = cut.generate("abcdefgh=", max_new_tokens=bound)
+    assert [encoder.decode(ids) for ids in seen] == ["abcdefgh="]
+    assert v.prompt_tokens == len(seen[0])
+    long = cut.generate("abcdefgh" * 12 + "=", max_new_tokens=bound)
+    assert long.prompt_tokens == len(seen[1]) >= (40 - encoder.suffix_length) // 2
+    assert encoder.decode(seen[1]) == ("abcdefgh" * 12 + "=")[-len(seen[1]) :]
 
 
 def test_memory_of_alphas_is_not_state(lm: SDMLanguageModel) -> None:

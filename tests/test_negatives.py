@@ -142,7 +142,7 @@ def test_generation_leaves_room_for_the_suffix(model: LlamaForCausalLM, encoder:
         assert len(out) <= bounded.max_length - len(bounded.encode_prompt(prompt)) - encoder.suffix_length
     with pytest.raises(ValueError, match="Row 0 needs"):
         generate(model, Encoder(encoder.tokenizer, max_length=encoder.suffix_length + 1), PROMPTS, 5)
-    cutting = Encoder(encoder.tokenizer, max_length=encoder.suffix_length + 9, truncate_prompt=True)
+    cutting = Encoder(encoder.tokenizer, max_length=encoder.suffix_length + 10, truncate_prompt=True)
     assert max(map(len, generate(model, cutting, PROMPTS, 5))) == 5
 
 

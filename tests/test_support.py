@@ -234,6 +234,13 @@ def test_tight_clusters_are_exact_and_change_to_double_precision(monkeypatch, of
     vectors = (10.0 * labels[:, None] + offset + 1e-4 * rng.normal(size=(500, 30))).astype(np.float32)
     predictions = np.where(rng.random(500) < 0.05, 1 - labels, labels)
     support = SupportSet(vectors, labels, predictions)
+    seen = precisions(monkeypatch)
+    assert_like_slow(support, vectors, labels, predictions, vectors[:40], predictions[:40], list(range(40)))
+    assert torch.float64 in seen
+
+
+def precisions(monkeypatch):
+    """Grows by the dtype that each batch of queries is computed in."""
     seen = []
     original = support_module._Queries.__init__
 
@@ -242,5 +249,21 @@ def test_tight_clusters_are_exact_and_change_to_double_precision(monkeypatch, of
         original(self, owner, queries, excluded, dtype)
 
     monkeypatch.setattr(support_module._Queries, "__init__", spy)
-    assert_like_slow(support, vectors, labels, predictions, vectors[:40], predictions[:40], list(range(40)))
-    assert torch.float64 in seen
+    return seen
+
+
+def test_equal_rows_are_looked_at_once(monkeypatch):
+    """Of 300 equal rows each would need its exact distance, more than float32 is worth: one of them stands for all."""
+    rng = np.random.default_rng(6)
+    labels = rng.integers(0, 2, 500)
+    vectors = rng.normal(size=(500, 30)).astype(np.float32)
+    same = rng.permutation(500)[:300]
+    vectors[same[:200]], vectors[same[200:]] = vectors[same[0]], vectors[same[-1]]
+    predictions = np.where(rng.random(500) < 0.05, 1 - labels, labels)
+    support = SupportSet(vectors, labels, predictions)
+    seen = precisions(monkeypatch)
+    assert_like_slow(support, vectors, labels, predictions, vectors[:60], predictions[:60], list(range(60)))
+    assert set(seen) == {torch.float32}
+    distances, indices = support.neighbors(vectors[same[:1]], 210)
+    assert indices[0, :200].tolist() == sorted(same[:200].tolist())
+    assert distances[0, 199] == 0 < distances[0, 200]

@@ -25,7 +25,7 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import TrainerState
 
 from sdmlm import trainer as trainer_module
-from sdmlm.config import METRICS
+from sdmlm.config import METRICS, SDMConfig
 from sdmlm.encoding import IGNORED, Encoder, collate
 from sdmlm.estimator import SDMEstimator
 from sdmlm.final_layer import fingerprint, fit_final_layer, fit_once, layer_metrics, read_final_layer_facts
@@ -565,8 +565,12 @@ def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
         assert sorted(order) == list(range(32)) != order
 
 
-def test_every_epoch_has_an_sdm_layer_with_a_split_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_has_an_sdm_layer_with_a_split_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path)
+    choose = trainer._choose_documents
+    monkeypatch.setattr(
+        trainer, "_choose_documents", lambda epoch: choose(0)
+    )  # the same documents: only chance is left
     halves = []
     for epoch in (0, 1):
         trainer.begin_epoch(epoch)
@@ -646,11 +650,14 @@ def test_a_terminal_shows_phases_and_logs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_training_twice_starts_anew(tmp_path: Path) -> None:
-    trainer = make(tmp_path, num_train_epochs=1)
+    trainer = make(tmp_path, num_train_epochs=2, gamma_gen=1.0, gamma_diversity=1.0)
     trainer.train()
-    first = trainer.training_layer
+    first, attempts = trainer.training_layer, dict(trainer.negatives.attempts)
     trainer.train()
     assert trainer.training_layer is not first
+    again = trainer.negatives.attempts  # made anew, by the model as it is now
+    assert attempts.keys() == again.keys()
+    assert not any(again[key] is attempts[key] for key in attempts)
 
 
 def test_the_caller_keeps_its_config(tmp_path: Path) -> None:
@@ -925,6 +932,14 @@ def test_the_best_checkpoint_is_the_best_by_its_metric(tmp_path: Path, metric: s
 def test_metrics_are_those_of_an_evaluation(tmp_path: Path) -> None:
     found = make(tmp_path).evaluate()
     assert {f"eval_{name}" for name in METRICS} <= set(found)
+
+
+def test_several_processes_share_the_tokens_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_config(tmp_path, average_tokens_across_devices=False)  # one process has nothing to share
+    monkeypatch.setattr(SDMConfig, "world_size", property(lambda self: 2))
+    with pytest.raises(ValueError, match="average_tokens_across_devices is off"):
+        tiny_config(tmp_path, average_tokens_across_devices=False)
+    tiny_config(tmp_path)
 
 
 def test_long_prompts_are_cut_only_when_asked(tmp_path: Path) -> None:

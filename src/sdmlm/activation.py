@@ -17,12 +17,26 @@ Q_SOFTMAX = 2.718281828459045 - 2.0
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Arithmetic as it is written, also under a caller's autocast, which would round products to half precision."""
+    """Arithmetic as it is written, also where a caller rounds products: autocast to half precision, TF32 on a GPU."""
     with contextlib.ExitStack() as stack:
+        if torch.cuda.is_available():
+            stack.enter_context(_without_tf32())
         for kind in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(matmul, name)
+    setattr(matmul, name, exact)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
 
 
 def _log_base(z: Tensor, q: Tensor) -> Tensor:

@@ -64,10 +64,10 @@ class Training:
 def standardization(x: Tensor, center: str) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (n-1) of the training matrix: one scalar each ("global") or per column ("feature")."""
     columns = x.reshape(-1, 1) if center == "global" else x
-    n = len(columns)
+    n, step = len(columns), max(1, 2**20 // columns.shape[1])
     # Sums in double precision, a slice at a time: no double copy of the matrix.
-    mean = torch.stack([part.double().sum(dim=0) for part in columns.split(1 << 20)]).sum(dim=0) / n
-    squares = [(part.double() - mean).square().sum(dim=0) for part in columns.split(1 << 20)]
+    mean = torch.stack([part.double().sum(dim=0) for part in columns.split(step)]).sum(dim=0) / n
+    squares = [(part.double() - mean).square().sum(dim=0) for part in columns.split(step)]
     std = (torch.stack(squares).sum(dim=0) / max(1, n - 1)).sqrt()
     # A constant column carries nothing; dividing it by 1 leaves it at 0.
     std = torch.where(std > 0, std, torch.ones_like(std))

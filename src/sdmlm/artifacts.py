@@ -41,6 +41,9 @@ def write_artifact(
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder to save into.")
+    present = _present_config(folder)
+    if present and "kind" not in present:  # a language model's, most likely
+        raise ValueError(f"{folder} holds something else, whose {CONFIG} would be lost: name another folder.")
     old, existed = _named_files(folder), folder.exists()
     written: list[Path] = []
     try:
@@ -204,7 +207,15 @@ def _sha256(path: Path) -> str:
 def _named_files(folder: Path) -> set[str]:
     """What the present config.json names; nothing where there is none, or none that can be read."""
     try:
-        files = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["files"]
-        return {Path(str(entry["name"])).name for entry in files.values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {Path(str(entry["name"])).name for entry in _present_config(folder)["files"].values()}
+    except (KeyError, TypeError, AttributeError):
         return set()
+
+
+def _present_config(folder: Path) -> dict[str, Any]:
+    """The config.json that is there; empty where there is none, or none that can be read."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -121,6 +121,10 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         for name, neutral in (("label_smoothing_factor", 0.0), ("train_sampling_strategy", "random")):
             if getattr(self, name) != neutral:
                 raise ValueError(f"{name} is {getattr(self, name)!r} but SDM fine-tuning knows only {neutral!r}.")
+        if self.world_size > 1 and not self.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices is off, but the loss is a mean over the whole batch: leave it on."
+            )
         room = 1 if self.max_new_tokens is None else self.max_new_tokens
         check_generations(room, self.temperature, self.num_generations)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_batch"):

@@ -25,7 +25,7 @@ from sdmlm.explain import Exemplar, exemplars_of, reason
 from sdmlm.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
 from sdmlm.final_layer import fingerprint, read_final_layer_facts, write_final_layer
 from sdmlm.forward import inner_lm, open_lm
-from sdmlm.negatives import generate
+from sdmlm.negatives import answer_room, generate
 from sdmlm.record import copy_record
 from sdmlm.region import HighReliabilityRegion, check_alpha
 from sdmlm.scores import Scores
@@ -180,9 +180,11 @@ class SDMLanguageModel:
         own, hears = contexts is None and begun is None, hears or {}
         answers: dict[int, Answer] = {}
         texts = [AnswerText(self.encoder, sampling.stop) for _ in prompts]
+        # Whoever allows for more than the answers that the SDM layer knows does not have prompts cut for it.
+        room = answer_room(self.encoder, min(sampling.max_new_tokens, self.sampling().max_new_tokens))
 
         def finish(n: int, ids: list[int]) -> list[int]:
-            answers[n] = self._written(prompts[n], ids, texts[n])
+            answers[n] = self._written(prompts[n], ids, texts[n], room)
             return answers[n].ids
 
         def ends(n: int, ids: list[int]) -> bool:
@@ -203,6 +205,7 @@ class SDMLanguageModel:
                 seeds,
                 self.tokens_per_batch,
                 progress,
+                rooms=[room] * len(prompts),
                 top_p=sampling.top_p,
                 begun=begun,
                 ends=ends if sampling.stop or hears or going is not None else None,
@@ -302,19 +305,19 @@ class SDMLanguageModel:
             )
         return found
 
-    def _written(self, prompt: PromptIds, ids: list[int], text: AnswerText) -> Answer:
-        """The answer in generated ids."""
-        said = text.verbatim(ids)
+    def _written(self, prompt: PromptIds, ids: list[int], text: AnswerText, room: int) -> Answer:
+        """The answer in generated ids; `room` is what the prompt left for it."""
+        said, read = text.verbatim(ids), self.encoder.encode_prompt(prompt, room)
         body, verdict = text.read(said)
         try:
             document = self.encoder.encode_for_judging(prompt, body)
         except ValueError:  # tokens that are more when they are encoded again, and then too many: read as generated
-            document = self.encoder.encode_prompt(prompt) + self._up_to_tag(ids)
+            document = read + self._up_to_tag(ids)
         over = text.stopped(ids) or self.encoder.ends(ids)
         return Answer(
             text=body,
             ids=document,
-            prompt_tokens=len(self.encoder.encode_prompt(prompt)),
+            prompt_tokens=len(read),
             completion_tokens=len(ids),
             generated=said,
             lm_verdict=verdict,

@@ -59,6 +59,14 @@ class NegativePolicy:
         return Draw(positive, bool(not positive and generate))
 
 
+def answer_room(encoder: Encoder, max_new_tokens: int) -> int:
+    """Tokens to leave for an answer of unknown length. A prompt that may be cut makes room for all that may be generated,
+    but keeps half of the context: a bound that no answer reaches must not cost the question."""
+    if not encoder.truncate_prompt or encoder.max_length is None:
+        return 1
+    return max(1, min(max_new_tokens, (encoder.max_length - encoder.suffix_length) // 2))
+
+
 @torch.no_grad()
 def generate(
     model: Any,
@@ -81,7 +89,7 @@ def generate(
     Greedy, or sampled at a `temperature` above 0 with one seed sequence per prompt. Prompts of like length share a
     batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more. `rows`
     names the prompts in error messages (default: by position). Where prompts are cut to fit, `rooms` says how many tokens
-    to leave for each completion (default: `max_new_tokens`).
+    to leave for each completion (default: `answer_room`).
 
     `top_p` samples among the likeliest tokens that together have that probability. `begun` is what the answer to each
     prompt begins with: generation goes on from there, and returns only what is new. `ends(number of the prompt, its ids so
@@ -90,7 +98,7 @@ def generate(
     if temperature > 0 and seeds is None:
         raise ValueError("Sampling at a temperature needs one seed per prompt.")
     if rooms is None or not encoder.truncate_prompt:
-        rooms = [max_new_tokens if encoder.truncate_prompt else 1] * len(prompts)
+        rooms = [answer_room(encoder, max_new_tokens)] * len(prompts)
     names = range(len(prompts)) if rows is None else rows
     given = [encoder.continuation(text) for text in begun] if begun is not None else [[] for _ in prompts]
     if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated

@@ -86,6 +86,7 @@ class SupportSet:
         if self._shift is not None:
             self._near = self._vectors - mean
             self._norms = self._near.square().sum(dim=1)
+        self._twin = _twins(self._vectors, self._norms)
         self._largest = float(self._norms.max()) if len(group) else 0.0
         if not _LEAST <= self._largest <= _MOST:
             parts = self._near.split(_SUPPORT_BLOCK) if len(group) else ()
@@ -245,6 +246,13 @@ class _Queries:
 
     def exact(self, row: Tensor, column: Tensor) -> Tensor:
         """Squared distances of (query, arranged row) pairs from their differences, in double precision."""
+        twin = self.support._twin
+        if twin is not None:  # many equal rows, one distance
+            pairs, inverse = torch.unique(row * len(twin) + twin[column], return_inverse=True)
+            return self._exact(pairs // len(twin), pairs % len(twin))[inverse]
+        return self._exact(row, column)
+
+    def _exact(self, row: Tensor, column: Tensor) -> Tensor:
         self._pairs_left -= len(row)
         if self._pairs_left < 0:
             raise _TooClose
@@ -333,6 +341,26 @@ class _Nearest:
         best = exact == self.distance[row]
         old.scatter_reduce_(0, row[best], index[best], "amin")
         self.index = torch.where(old < none, old, -1)
+
+
+def _twins(vectors: Tensor, norms: Tensor) -> Tensor | None:
+    """For each row one that equals it, or the row itself; None where no equal rows are found.
+
+    Equal rows have equal norms, so that only neighbours in the order of these are compared: cheap where there are none. A
+    different row of the same norm may hide one, which costs time and nothing else.
+    """
+    order = torch.argsort(norms, stable=True)
+    after, before = order[1:], order[:-1]
+    again = norms[after] == norms[before]
+    maybe = again.nonzero().squeeze(1)
+    for part in maybe.split(_SUPPORT_BLOCK):
+        again[part] = (vectors[after[part]] == vectors[before[part]]).all(dim=1)
+    if not bool(again.any()):
+        return None
+    new = torch.cat([again.new_ones(1), ~again])  # the first of its kind in the order
+    twin = torch.empty_like(order)
+    twin[order] = order[new][torch.cumsum(new, 0) - 1]
+    return twin
 
 
 def as_vectors(values: ArrayLike | Tensor) -> Tensor:
