@@ -234,14 +234,20 @@ def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: P
     asked = [rows[i] for i, y in zip(layer.calibration_ids, layer.calibration.labels.tolist(), strict=True) if y]
     known = layer.calibration_vectors[layer.calibration.labels == 1]
 
-    def moved() -> float:
+    def read() -> torch.Tensor:
         answers = [lm._given(0, lm.encoder.prompt_ids(row["prompt"]), row["chosen"]) for row in asked]
-        return float((layer.adaptor(lm.summaries(answers, progress=False))[0] - known).norm(dim=1).mean())
+        return lm.summaries(answers, progress=False)
 
-    mixed = moved()
+    def moved(h: torch.Tensor) -> float:
+        return float((layer.adaptor(h)[0] - known).norm(dim=1).mean())
+
+    mixed = read()
     written = lm.generate([row["prompt"] for row in asked], neighbors=0, progress=False)
     lm.facts["autocast"] = None
-    assert mixed < 0.3 * moved()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(read(), mixed)
+    # Not 0: which kernels a CPU takes for bfloat16 depends on the padding, and the SDM layer's batches had other padding.
+    assert moved(mixed) < 0.6 * moved(read())
     again = lm.generate([row["prompt"] for row in asked], neighbors=0, progress=False)
     assert [v.d_nearest for v in written] != [v.d_nearest for v in again]
 
