@@ -882,7 +882,7 @@ def test_a_model_that_cuts_prompts_still_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bound", [None, 30, 10**6])
 def test_a_bound_that_no_answer_reaches_does_not_cost_the_prompt(
-    tmp_path: Path, lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch, bound: int | None
+    lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch, bound: int | None
 ) -> None:
     """The LM reads the whole prompt where prompts may be cut and this one leaves room; of longer ones it reads half a context."""
     import sdmlm.negatives as negatives

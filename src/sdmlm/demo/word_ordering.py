@@ -63,7 +63,7 @@ TRAINING: dict[str, Any] = {
     "exemplar_dim": 256,
     "sdm_epochs": 50,
     "sdm_learning_rate": 3e-3,
-    "use_cpu": True,  # the same numbers everywhere; a model so small is at home there
+    "use_cpu": True,  # with a GPU or without: a model so small is at home there
 }
 SIZES = {"train": 3200, "calibration": 3200, "test": 1000, "shifted": 1000}
 FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
