@@ -341,6 +341,7 @@ def test_another_task_goes_the_same_way(here: Path) -> None:
     fitted = strict_json(Path("out/adding-sdm_hn/seed-0/sdm/lm.json").read_text())
     assert fitted["reward"] == "sdmlm.tasks.arithmetic:reward"
     (run,) = read_runs("out")
+    assert run.task == "arithmetic"
     for name in ("test", "shifted"):
         found = run.evaluations[name]
         given = [json.loads(line) for line in Path(f"sums/{name}.jsonl").read_text().splitlines()]

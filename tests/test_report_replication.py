@@ -146,3 +146,11 @@ def test_other_settings_and_test_sets_stand_without_the_paper(tmp_path: Path) ->
     assert "A &lt;title&gt;" in text
     assert "nothing is compared" in text
     assert "No run was trained" in text
+
+
+def test_the_papers_figures_stand_only_beside_runs_of_its_task(tmp_path: Path) -> None:
+    same = [run("sdm_hn", 0), run("ce_hn", 0)]
+    mixed = [same[0], dataclasses.replace(same[1], task="arithmetic")]
+    for name, runs, beside in (("same", same, True), ("mixed", mixed, False)):
+        write_report(tmp_path / f"{name}.html", runs, tables(runs, bootstrap=20))
+        assert ("as published" in (tmp_path / f"{name}.html").read_text()) is beside

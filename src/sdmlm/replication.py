@@ -193,6 +193,7 @@ class Run:
     seed: int
     evaluations: dict[str, Evaluation]
     history: list[dict[str, Any]] = field(default_factory=list)  # log_history of the training
+    task: str = "word_ordering"
 
     @property
     def calibration(self) -> dict[str, float]:
@@ -277,8 +278,9 @@ def read_runs(folder: str | Path) -> list[Run]:
         record = read_record(home)
         if record is None:
             raise ValueError(f"{home} is damaged: it has evaluations but no {RECORD}.")
-        history = record["log_history"]
-        runs.append(Run(**names, evaluations={test: one for test, (one, _) in found.items()}, history=history))
+        evaluations = {test: one for test, (one, _) in found.items()}
+        task = str(record["settings"].get("task"))
+        runs.append(Run(**names, evaluations=evaluations, history=record["log_history"], task=task))
     return runs
 
 

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         if not alone:
             for n, job in enumerate(jobs, start=1):
                 _evaluate(job, f"[{n}/{len(jobs)}] {job.name}")
-        _report(args, jobs)
+        _report(args)
 
 
 # What there is to do
@@ -379,7 +379,7 @@ def _rows(job: Job, test: str) -> PreferenceRows:
     return read_preferences(job.settings["tests"][test])
 
 
-def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
+def _report(args: argparse.Namespace) -> None:
     """The tables over all that is finished in DIR, also by earlier calls and by other processes."""
     from sdmlm.artifacts import write_text_atomically
     from sdmlm.replication import read_runs, training_csv
@@ -398,9 +398,7 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
     write_text_atomically(folder / "tables.md", found.markdown())
     write_text_atomically(folder / "tables.tex", found.latex())
     write_text_atomically(folder / "training.csv", training_csv(runs))
-    write_report(
-        folder / "report.html", runs, found, published={job.settings["task"] for job in jobs} == {"word_ordering"}
-    )
+    write_report(folder / "report.html", runs, found)
     if args.json:
         common.print_json(found.json())
         return

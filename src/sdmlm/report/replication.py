@@ -34,11 +34,10 @@ def write_report(
     tables: Tables,
     title: str = "SDM language models: replication",
     more: Sequence[tuple[str, str]] = (),
-    published: bool = True,
     intro: str = "",
 ) -> None:
-    """Write the page in one step; `intro` stands on top, `more` are further sections, as (title, HTML). `published`: with
-    the paper's figures, which are about word ordering."""
+    """Write the page in one step; `intro` stands on top, `more` are further sections, as (title, HTML)."""
+    published = all(run.task == "word_ordering" for run in runs)  # the paper's figures are about nothing else
     with matplotlib.rc_context(plots.STYLE):
         sections = [
             f"<p>{page.text(intro)}</p>" if intro else "",
