@@ -5,6 +5,7 @@
 
 Only calibration rows are read. Of each: its positive, its static negative, and the LM's own greedy answer.
 
+- `own_errors`: how many of the LM's wrong answers have the right words in another order, and how many other words.
 - `probes`: a logistic regression on h, fitted on one half of the prompts; the area under its ROC curve on the other half, for
   right against wrong documents of one sort. 0.5 is chance: no SDM layer can tell what this cannot.
 - `layers`: SDM layers with M:RATE over one document a row, chosen as for the final layer (the positive for half of the rows,
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -44,6 +46,13 @@ def sort_of_negative(sentence: str, rejected: str) -> str:
         return "a tag lost"
     words = rejected.removeprefix("<sentence>").removesuffix("</sentence>").split()
     return "the words before the stop swapped" if words[-1] == sentence.split()[-1] else "the stop elsewhere"
+
+
+def sort_of_error(sentence: str, answer: str | None) -> str:
+    """How a wrong answer differs from its sentence: was it the order that failed, or the copying?"""
+    if answer is None:
+        return "no tagged answer"
+    return "another order" if sorted(answer.split()) == sorted(sentence.split()) else "other words"
 
 
 def probe(right: Float, wrong: Float, seed: int = 0) -> float:
@@ -104,7 +113,10 @@ def main() -> None:
     sorts = np.array([sort_of_negative(row["sentence"], row["rejected"]) for row in rows])
     probes = {sort: probe(h["positive"][half], h["static"][~half & (sorts == sort)]) for sort in sorted(set(sorts))}
     probes["own answers, right against wrong"] = probe(h["own"][own_right], h["own"][~own_right])
-    found: dict[str, Any] = {"model": args.model, "own_answers_right": float(own_right.mean()), "probes": probes}
+    wrong = [(row["sentence"], task.answer(a)) for row, a, y in zip(rows, answers, own_right, strict=True) if not y]
+    errors = dict(Counter(sort_of_error(*pair) for pair in wrong))
+    found: dict[str, Any] = {"model": args.model, "own_answers_right": float(own_right.mean()), "own_errors": errors}
+    found["probes"] = probes
     print(json.dumps(found, indent=1), flush=True)
 
     positive = np.random.default_rng(1).random(len(rows)) < 0.5
