@@ -7,6 +7,9 @@ import fcntl
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +280,77 @@ def test_a_run_that_another_process_is_at_is_left_to_it(here: Path, capsys: pyte
     assert [run.seed for run in read_runs("out")] == [0, 1]
 
 
+def test_all_runs_left_to_others_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    busy = Path("out/tiny-none/seed-0")
+    busy.mkdir(parents=True)
+    handle = os.open(busy, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0", "--json"]) == 0
+    finally:
+        os.close(handle)
+    out, err = capsys.readouterr()
+    assert strict_json(out) == {}
+    assert "out has no finished run yet" in err
+
+
+def test_two_processes_make_the_run_of_one(whole: Path, here: Path) -> None:
+    """As `accelerate launch` starts them: they train together, and the first one evaluates and makes the tables."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    recipe = Path("tiny/none.yaml").read_text().replace("epochs: 0", "epochs: 1").replace("size: 12", "size: 6")
+    Path("tiny/none.yaml").write_text(recipe)
+    command = ["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0"]
+    processes = []
+    for rank in range(2):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = os.environ | {name: str(n) for name, n in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "sdmlm.cli", *command], env=environment, stderr=subprocess.PIPE, text=True
+            )
+        )
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    (run,) = read_runs("out")
+    assert {name: len(e) for name, e in run.evaluations.items()} == {"test": 12, "shifted": 10}
+    assert not list(Path("out").glob("*/*/checkpoint-*"))
+    assert Path("out/report.html").exists()
+    assert ["12 prompts of test" in text for text in said] == [True, False]
+    # The same with one process, which must take twice the batch.
+    Path("tiny/none.yaml").write_text(recipe.replace("size: 6", "size: 12"))
+    assert main([*command[:3], "alone", *command[4:]]) == 0
+    (alone,) = read_runs("alone")
+    assert [e.generated for e in run.evaluations.values()] == [e.generated for e in alone.evaluations.values()]
+
+
+def test_another_task_is_evaluated_again(here: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(whole / "tiny-none" / "seed-0", "out/tiny-none/seed-0")
+    Path("my_task.py").write_text(
+        "from sdmlm.tasks.word_ordering import REFERENCE, reward\n\n\ndef answer(text):\n    return 'always this'\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    Path("tiny/none.yaml").write_text(
+        Path("tiny/none.yaml").read_text().replace("task: word_ordering", "task: my_task")
+    )
+    devices = []
+    opened = SDMLanguageModel.from_pretrained
+
+    def open_(*args: Any, **kwargs: Any) -> Any:
+        devices.append(kwargs["device"])
+        return opened(*args, **kwargs)
+
+    monkeypatch.setattr(SDMLanguageModel, "from_pretrained", open_)
+    for _ in range(2):  # and only once
+        assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0"]) == 0
+    assert devices == ["cpu"]  # `use_cpu` is about the tests too
+    (run,) = read_runs("out")
+    assert run.task == "my_task"
+    before, _ = read_evaluation(whole / "tiny-none/seed-0/evaluations/test.json")
+    assert run.evaluations["test"].generated == before.generated
+
+
 def test_a_new_sdm_layer_is_evaluated_again(here: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole / "tiny-none" / "seed-0", "out/tiny-none/seed-0")
     layer = ["--exemplar-dim", "8", "--sdm-epochs", "4", "--sdm-learning-rate", "1e-2", "--alpha", "0.8"]
@@ -368,6 +442,24 @@ def test_runs_over_different_rows_are_not_averaged(whole: Path, tmp_path: Path) 
 
 
 # Refusals
+
+
+def test_a_test_set_that_the_reward_cannot_judge_is_refused_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text(
+        "def reward(prompts, completions, sentence, level, **columns):\n    return [1] * len(prompts)\n"
+    )
+    recipe = Path("tiny/sdm_hn.yaml").read_text()
+    Path("tiny/sdm_hn.yaml").write_text(recipe.replace("sdmlm.tasks.word_ordering:reward", "mine:reward"))
+    # The recipe that comes first has another reward, and the same rows.
+    assert "level" in fails(capsys, "replicate", "tiny", "--output", "out", "--dry-run")
+    for name in ("train", "calibration", "shifted"):
+        lines = [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+        write_rows(f"{name}.jsonl", [{**row, "level": "1"} for row in lines])
+    said = fails(capsys, "replicate", "tiny/sdm_hn.yaml", "--output", "out", "--dry-run")
+    assert said.startswith("sdmlm: test.jsonl: Reward reward cannot be called with the columns")
+    assert not Path("out").exists()
 
 
 def test_a_folder_of_another_recipe_is_refused_and_left_alone(

@@ -16,7 +16,7 @@ from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
 from sdmlm.commands.data import read_sentences
 from sdmlm.demo import word_ordering as word_ordering_demo
-from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits
+from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits, pick_examples
 from sdmlm.recipe import read_recipe
 from sdmlm.replication import read_evaluation
 from sdmlm.tasks.word_ordering import make_splits
@@ -100,6 +100,21 @@ def test_it_explains(demo: tuple[Path, str]) -> None:
     assert [c["dataset"] for c in comparisons] == ["test", "shifted"]
     for c in comparisons:
         assert c["statement"] in " ".join(shown.split())
+
+
+def test_its_examples_are_the_answers_that_were_evaluated(demo: tuple[Path, str]) -> None:
+    """Also those that are longer than all that the model was fitted over, hence than its own bound."""
+    folder, _ = demo
+    lm = SDMLanguageModel.from_pretrained(folder / "sdm_hn")
+    lm.facts = {**lm.facts, "max_new_tokens": 12}
+    names = ("test", "shifted")
+    rows = {n: [json.loads(line) for line in (folder / "data" / f"{n}.jsonl").read_text().splitlines()] for n in names}
+    found = {n: read_evaluation(folder / "sdm_hn" / "evaluations" / f"{n}.json")[0] for n in names}
+    shown = pick_examples(lm, found, rows)
+    assert {title.split()[4] for title, _, _ in shown} == set(names)
+    for title, row, answer in shown:
+        name = title.split()[4]
+        assert answer.generated == found[name].generated[rows[name].index(row)]
 
 
 def test_the_published_demo_keeps_its_word() -> None:

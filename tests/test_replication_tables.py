@@ -433,13 +433,53 @@ def test_statements_say_what_the_numbers_say() -> None:
     wrong = [False] * 10 + yes[:90]  # a fifth and all of the admitted are wrong
     says = statement(more, less, wrong)
     assert f"in {FEW} of {FEW} with sdm_hn and in {FEW} of {FEW} with ce_hn" in says
-    assert says.endswith("Here sdm_hn admits more, but not at the accuracy asked for.")
+    assert says.endswith("Here sdm_hn admits more, but what sdm_hn admits is not as accurate as asked for (0.81).")
+    says = statement(less, more, wrong)
+    assert says.endswith("Here sdm_hn admits less, but what ce_hn admits is not as accurate as asked for (0.81).")
     none = statement([no] * FEW, more, yes)
     assert f"alpha = 0.95 nowhere with sdm_hn and in 0 of {FEW} with ce_hn" in none
     mixed = [yes, no, yes, no, yes]
     assert statement(mixed, mixed[::-1], yes).endswith("This shows no difference either way.")
     assert "in 0 of 3 with sdm_hn and in 0 of 3 with ce_hn" in statement(mixed, mixed[::-1], yes)
     assert "no difference either way. 2 seeds are few" in statement([yes, no], [no, yes], yes)
+
+
+def test_one_seed_below_alpha_by_chance_is_no_failure() -> None:
+    """Accuracies of 0.9, 1.0, ...: one is below alpha = 0.95, the admitted of all seeds together are not."""
+    yes, no = [True] * 100, [False] * 100
+    runs = [scripted("sdm_hn", s, yes[: 50 + s] + no[: 50 - s], [s > 0] * 5 + yes[:95]) for s in range(FEW)]
+    runs += [scripted("ce_hn", s, yes[:10] + no[:90], yes) for s in range(FEW)]
+    (found,) = compare(runs, bootstrap=50)
+    assert found.accuracies[0][0] == 0.9
+    assert found.pooled == (pytest.approx(1 - 5 / sum(50 + s for s in range(FEW))), 1.0)
+    assert "in 1 of 5 with sdm_hn" in found.statement()
+    assert found.statement().endswith("Here sdm_hn admits more.")
+
+
+def test_equal_differences_of_one_answer_show_nothing() -> None:
+    """Student's t alone would give an interval of no width, and so a verdict on a single answer in a hundred."""
+    yes, no = [True] * 100, [False] * 100
+    runs = [scripted(name, s, a, yes) for s in range(3) for name, a in (("sdm_hn", [True, *no[1:]]), ("ce_hn", no))]
+    (found,) = compare(runs, bootstrap=5000)
+    assert found.differences == [0.01] * 3
+    assert found.interval[0] == 0 < found.interval[1]
+    assert found.verdict == "open"
+
+
+def test_the_interval_over_prompts_keeps_the_seeds_of_a_prompt_together() -> None:
+    rng = np.random.default_rng(4)
+    masks = {(name, s): rng.random(300) < 0.3 for name in ("sdm_hn", "ce_hn") for s in range(2)}
+    (found,) = compare([scripted(n, s, m.tolist(), [True] * 300) for (n, s), m in masks.items()], bootstrap=20_000)
+    slow = []
+    for _ in range(4000):
+        drawn = rng.integers(0, 300, 300)
+        means = [masks["sdm_hn", s][drawn].mean() - masks["ce_hn", s][drawn].mean() for s in range(2)]
+        slow.append(sum(means) / 2)
+    half = 12.706204736 * np.std(found.differences, ddof=1) / np.sqrt(2)  # Student's t, one degree of freedom
+    mean = sum(found.differences) / 2
+    wide = np.percentile(slow, 2.5), np.percentile(slow, 97.5)
+    expected = [min(wide[0], mean - half), max(wide[1], mean + half)]
+    assert list(found.interval) == pytest.approx(expected, abs=0.006)
 
 
 def test_only_what_both_have_is_compared() -> None:

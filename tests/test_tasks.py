@@ -103,10 +103,10 @@ def test_splits_are_disjoint_sized_and_the_shifted_are_the_longest() -> None:
 
 def test_what_is_left_out_is_counted() -> None:
     sentences = [*some_sentences(10), some_sentences(1)[0] + " ", "Too short.", "x " * 61, "We all said no no no", ""]
-    sentences.append("A tag <sentence> may not stand here.")
+    sentences += ["A tag <sentence> may not stand here.", "Nor may </verified> stand in it."]
     harvard = [some_sentences(2)[1]]
     found = word_ordering.make_splits(sentences, harvard, train=4, calibration=3, test=2, shifted=0)
-    counts = {"too short": 1, "too long": 1, "with a tag of ours": 1, "duplicate": 2, "too few wrong orders": 1}
+    counts = {"too short": 1, "too long": 1, "with a tag of ours": 2, "duplicate": 2, "too few wrong orders": 1}
     assert found.left_out == counts
     assert harvard[0] not in {row["sentence"] for name in ("train", "calibration", "test") for row in found.rows[name]}
 
@@ -211,6 +211,10 @@ def test_sentences_of_a_data_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> 
     assert read_sentences("me/sentences") == read_sentences("me/texts:test") == ["One two.", "Three."]
     assert read_sentences("me/holes:en:test") == ["One two.", "Three."]
     assert asked == [("me/sentences", "train"), ("me/texts", "test"), ("me/holes", "en", "test")]
+    asked.clear()
+    read_sentences("me/texts:train[:1000]")
+    read_sentences("me/texts:en:train[10%:20%]")
+    assert asked == [("me/texts", "train[:1000]"), ("me/texts", "en", "train[10%:20%]")]
     with pytest.raises(ValueError, match="me/numbers has no text in its column sentence"):
         read_sentences("me/numbers")
     with pytest.raises(ValueError, match=r"me/script is no file here.*no longer supported"):

@@ -149,6 +149,7 @@ class Table:
     rows: Sequence[Row]
     alpha: float
     class_names: Sequence[str]
+    seeds: int = 1  # of the line with the most; over several, accuracies are pooled and shares are means
 
     def json(self) -> dict[str, Any]:
         """Everything as plain values; None (null) where nothing was admitted."""
@@ -251,10 +252,14 @@ class Table:
         return table
 
     def marks(self) -> str:
-        """What R and - in a cell mean, as far as the table has them."""
+        """What R and - in a cell mean, as far as the table has them, and what became of several seeds."""
         cells = [cell for row in self.rows for _, cell in self._shown(row.metrics)]
         several = " (0.97R2: in 2 seeds)" if any(cell.rejected for cell in cells) else ""
-        return f"R: all rejected{several}" + ("; -: no such points" if any(cell.empty for cell in cells) else "")
+        empty = "; -: no such points" if any(cell.empty for cell in cells) else ""
+        pooled = (
+            ". Over several seeds: accuracy among the admitted of all of them, mean share" if self.seeds > 1 else ""
+        )
+        return f"R: all rejected{several}{empty}{pooled}"
 
     def _columns(self, y: str, y_hat: str, escape: Callable[[str], str] = str) -> list[str]:
         if len(self.class_names) > _MANY:

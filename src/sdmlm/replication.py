@@ -131,15 +131,16 @@ def evaluate(
     what the LM wrote itself, its own verdict included, and not at the SDM layer.
     """
     from sdmlm.encoding import completion_text
-    from sdmlm.final_layer import completion_room, layer_metrics
+    from sdmlm.final_layer import layer_metrics
     from sdmlm.layer import ALPHA_GRID
     from sdmlm.rewards import apply_reward, load_reward
 
-    check_reference(task, rows)
-    room = max(lm.sampling().max_new_tokens, completion_room(lm.encoder, rows))
+    judge = load_reward(reward or task.reward)
+    check_test_rows(task, judge, rows)
+    room = generation_room(lm, rows)
     found = lm.generate([row["prompt"] for row in rows], max_new_tokens=room, neighbors=0, progress=progress)
     tags = lm.encoder.tags
-    y = apply_reward(load_reward(reward or task.reward), rows, [v.text for v in found], tags)
+    y = apply_reward(judge, rows, [v.text for v in found], tags)
     texts = [v.generated or "" for v in found]
     wanted = [tags.strip_suffix(completion_text(row["chosen"])) + tags.suffix(True) for row in rows]
     regions = [(r.alpha, r.q_min, r.psi[0], r.psi[1]) for r in map(lm.region, ALPHA_GRID)]
@@ -161,11 +162,24 @@ def evaluate(
     )
 
 
-def check_reference(task: Any, rows: Sequence[Mapping[str, Any]], source: str = "The test set") -> None:
-    """Refuse rows without the column that the task's answers are compared with."""
+def generation_room(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> int:
+    """max_new_tokens for a test set: the model's own, or more where a reference is longer."""
+    from sdmlm.final_layer import completion_room
+
+    return max(lm.sampling().max_new_tokens, completion_room(lm.encoder, rows))
+
+
+def check_test_rows(task: Any, reward: Reward, rows: Sequence[Mapping[str, Any]], source: str = "The test set") -> None:
+    """Refuse rows without the column that the task's answers are compared with, or without those of the reward."""
+    from sdmlm.rewards import check_reward
+
     for n, row in enumerate(rows):
         if not isinstance(row.get(task.REFERENCE), str):
             raise ValueError(f"{source}: row {n} has no text in its column {task.REFERENCE!r}, the right answer.")
+    try:
+        check_reward(reward, rows)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 def setting_order(setting: str) -> tuple[int, str]:
@@ -279,7 +293,7 @@ def read_runs(folder: str | Path) -> list[Run]:
         if record is None:
             raise ValueError(f"{home} is damaged: it has evaluations but no {RECORD}.")
         evaluations = {test: one for test, (one, _) in found.items()}
-        task = str(record["settings"].get("task"))
+        task = str(facts.get("task") or record["settings"].get("task"))
         runs.append(Run(**names, evaluations=evaluations, history=record["log_history"], task=task))
     return runs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,22 @@ from sdmlm.commands import common
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.text_files import decode
 
-EXAMPLES = """\
+WORD_ORDERING = """\
   sdmlm data word-ordering --sentences wikipedia.txt --harvard harvard.txt --output data/word_ordering
-  sdmlm data word-ordering --sentences sentence-transformers/wikipedia-en-sentences --output data/word_ordering
-  sdmlm data arithmetic --output data/arithmetic --train 2000 --calibration 2000"""
+  sdmlm data word-ordering --sentences sentence-transformers/wikipedia-en-sentences --output data/word_ordering"""
+ARITHMETIC = "  sdmlm data arithmetic --output data/arithmetic --train 2000 --calibration 2000"
 
 
 def add(subparsers: Any) -> None:
     """Declare the command and the task below it."""
-    parser = common.add_command(subparsers, "data", "make rows of prompt, chosen and rejected for a task", EXAMPLES)
+    help, examples = "make rows of prompt, chosen and rejected for a task", f"{WORD_ORDERING}\n{ARITHMETIC}"
+    parser = common.add_command(subparsers, "data", help, examples)
     tasks = parser.add_subparsers(required=True, metavar="TASK", title="tasks")
     ordering = common.add_command(
         tasks,
         "word-ordering",
         "the paper's task: put the last words of a sentence back into order",
-        _lines(EXAMPLES, 0, 2),
+        WORD_ORDERING,
     )
     ordering.add_argument(
         "--sentences",
@@ -39,25 +41,21 @@ def add(subparsers: Any) -> None:
     ordering.add_argument("--suffix", type=int, default=3, metavar="N", help="words to put back into order (3)")
     ordering.add_argument("--min-words", type=int, default=5, metavar="N", help="shortest sentence (5)")
     ordering.add_argument("--max-words", type=int, default=60, metavar="N", help="longest sentence (60)")
-    _add_common(ordering, 5000, 5000, 2000, 2000)
+    _add_common(ordering)
     ordering.set_defaults(run=word_ordering)
     sums = common.add_command(
         tasks,
         "arithmetic",
         "sums of whole numbers with their working, another task that can be checked",
-        _lines(EXAMPLES, 2, 3),
+        ARITHMETIC,
     )
-    _add_common(sums, 5000, 5000, 2000, 2000)
+    _add_common(sums)
     sums.set_defaults(run=arithmetic)
 
 
-def _lines(text: str, first: int, last: int) -> str:
-    return "\n".join(text.split("\n")[first:last])
-
-
-def _add_common(parser: argparse.ArgumentParser, *sizes: int) -> None:
+def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder for the .jsonl files")
-    for name, size in zip(("train", "calibration", "test", "shifted"), sizes, strict=True):
+    for name, size in (("train", 5000), ("calibration", 5000), ("test", 2000), ("shifted", 2000)):  # the paper's
         what = f"rows of the {'shifted test' if name == 'shifted' else name} set ({size})"
         parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=what)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same rows (0)")
@@ -108,7 +106,9 @@ def read_sentences(source: str) -> list[str]:
         return lines
     if path.exists() or source.startswith((".", "/", "~")) or path.suffix == ".txt":
         raise ValueError(f"{source} is no file: give a text file with one sentence a line, or a data set of the Hub.")
-    name, *config, split = source.split(":") if ":" in source else (source, "train")
+    name, *config, split = (
+        re.split(r":(?![^\[]*\])", source) if ":" in source else (source, "train")
+    )  # train[:9] is one
     if len(config) > 1 or not all((name, *config, split)):
         raise ValueError(f"{source} is no name of a data set: give name, name:split or name:configuration:split.")
     try:

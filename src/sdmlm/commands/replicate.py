@@ -83,7 +83,8 @@ class Job:
     def facts(self) -> dict[str, Any]:
         """What is written with every evaluation of this run."""
         label = self.settings.get("setting") or self.recipe.stem
-        return {"family": self.family, "setting": self.recipe.stem, "label": label, "seed": self.seed}
+        facts = {"family": self.family, "setting": self.recipe.stem, "label": label, "seed": self.seed}
+        return {**facts, "task": self.settings["task"]}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -197,20 +198,23 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Seque
 def _check(jobs: list[Job]) -> None:
     """Refuse folders of other runs, settings and rows that cannot be used, before hours of work; the same rows once."""
     from sdmlm.final_layer import check_draws
-    from sdmlm.replication import check_reference, load_task
+    from sdmlm.replication import check_test_rows, load_task
     from sdmlm.rewards import load_reward
 
-    names = ("model", "data", "calibration", "tests", "task", "max_length", "truncate_prompt", "verification_tags")
+    names = (
+        *("model", "data", "calibration", "tests", "task", "reward"),
+        *("max_length", "truncate_prompt", "verification_tags", "lora_r"),
+    )
     seen: dict[str, tuple[int, int]] = {}  # numbers of rows to train and to calibrate on
     for job in jobs:
         record, task = job.record(), load_task(job.settings["task"])
-        load_reward(job.settings.get("reward"))
+        reward = load_reward(job.settings["reward"])
         if record is not None:
             _check_same(job, record)
         _check_others(job)
         if record is not None and record["status"] == "finished":
             for test in _left(job):
-                check_reference(task, (rows := _rows(job, test)).rows, rows.source)
+                check_test_rows(task, reward, (rows := _rows(job, test)).rows, rows.source)
             continue  # no more is needed than the model
         settings, config = read_settings(job.arguments(), record)
         key = json.dumps([job.settings.get(name) for name in names])
@@ -220,7 +224,7 @@ def _check(jobs: list[Job]) -> None:
             for source in (*plan.sources, *tests):
                 calibrate.check_lengths(plan.encoder, source.rows, source.source)
             for rows in tests:
-                check_reference(task, rows.rows, rows.source)
+                check_test_rows(task, reward, rows.rows, rows.source)
             seen[key] = len(plan.train), len(plan.calibration)
         check_draws(config, *seen[key])
 
@@ -297,9 +301,13 @@ def _stored(job: Job, test: str) -> dict[str, Any] | None:
 
 
 def _left(job: Job) -> list[str]:
-    """The test sets on which the model of a finished run is still to be evaluated with its present SDM layer."""
-    layer = _layer(job)
-    return [test for test in job.settings["tests"] if (_stored(job, test) or {}).get("sdm_sha256") != layer]
+    """The test sets on which the model of a finished run is still to be evaluated with its present SDM layer and task."""
+    layer, task = _layer(job), job.settings["task"]
+
+    def done(facts: Mapping[str, Any] | None) -> bool:
+        return facts is not None and facts.get("sdm_sha256") == layer and facts.get("task", task) == task
+
+    return [test for test in job.settings["tests"] if not done(_stored(job, test))]
 
 
 def _layer(job: Job) -> str:
@@ -361,7 +369,8 @@ def _evaluate(job: Job, title: str) -> None:
     left = _left(job)
     if not left:
         return
-    lm, task = SDMLanguageModel.from_pretrained(job.folder), load_task(job.settings["task"])
+    device = "cpu" if job.settings.get("use_cpu") else None  # where it was trained
+    lm, task = SDMLanguageModel.from_pretrained(job.folder, device=device), load_task(job.settings["task"])
     for test in left:
         rows = _rows(job, test)
         common.warn(f"{title}: {len(rows)} prompts of {test}")
@@ -389,7 +398,10 @@ def _report(args: argparse.Namespace) -> None:
     folder = Path(args.output)
     runs = read_runs(folder)
     if not runs:
-        return  # all of it is left to other processes
+        common.warn(f"{folder} has no finished run yet: other processes are at work on all of them.")
+        if args.json:
+            common.print_json({})
+        return
     found = tables(runs)
     write_text_atomically(
         folder / "tables.json", json.dumps(found.json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

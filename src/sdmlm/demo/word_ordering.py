@@ -31,7 +31,7 @@ from sdmlm.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.demo.sentences import sentences
 from sdmlm.record import read_record
-from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, write_evaluation
+from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, generation_room, write_evaluation
 from sdmlm.tasks import word_ordering
 
 if TYPE_CHECKING:
@@ -289,22 +289,26 @@ def pick_examples(
     lm: SDMLanguageModel, evaluations: Mapping[str, Evaluation], splits: Mapping[str, Sequence[Mapping[str, str]]]
 ) -> list[tuple[str, Mapping[str, str], Verification]]:
     """(title, row, answer), not picked by hand: the first of each kind."""
-    wanted = []
+    shown = []
     for name, e in evaluations.items():
         yes, right = e.prediction == 1, e.prediction == e.y
         kinds = {
             "verified: accepted as Yes": e.accepted & yes & right,
-            "known to be wrong: accepted as No": e.accepted & ~yes & right,
+            "accepted as No": e.accepted & ~yes & right,
             "rejected": ~e.accepted,
             "accepted though its verdict is wrong": e.accepted & ~right,
         }
         if name == "shifted":
             kinds = {"rejected": ~e.accepted}
-        for kind, mask in kinds.items():
-            if mask.any():
-                wanted.append((f"The first of the {name} answers that is {kind}", splits[name][int(mask.argmax())]))
-    answers = lm.generate([row["prompt"] for _, row in wanted], neighbors=2, progress=False)
-    return [(title, row, answer) for (title, row), answer in zip(wanted, answers, strict=True)]
+        picked = {kind: splits[name][int(mask.argmax())] for kind, mask in kinds.items() if mask.any()}
+        room = generation_room(lm, splits[name])  # as in the evaluation, or a long answer would be another one
+        prompts = [row["prompt"] for row in picked.values()]
+        answers = lm.generate(prompts, max_new_tokens=room, neighbors=2, progress=False)
+        shown += [
+            (f"The first of the {name} answers that is {kind}", row, answer)
+            for (kind, row), answer in zip(picked.items(), answers, strict=True)
+        ]
+    return shown
 
 
 def _asked(prompt: str) -> str:

@@ -100,7 +100,7 @@ def comparison(caption: str, compared: Table, seeds: bool = False) -> str:
         cells = [cell for side in sides for cell in (side if few else [_worst(side)])]
         rows.append([row.dataset, row.model, row.estimator, *(_cell(c, compared.alpha) for c in (*cells, m.marginal))])
     note = (
-        f" Accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){' (over several seeds: mean and range)' * seeds}, then their "
+        f" Accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){' (over several seeds: pooled, and the range over the seeds)' * seeds}, then their "
         f"share of all points; ▼ is below alpha = {compared.alpha:g}."
     )
     return table(caption + "." + note, head, rows)

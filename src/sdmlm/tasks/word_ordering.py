@@ -21,6 +21,7 @@ PROMPT = (
     "correctly addressed the instructions, and <verified>No</verified> if it did not."
 )
 OPEN, CLOSE = "<sentence>", "</sentence>"
+TAGS = (OPEN, CLOSE, "<verified>", "</verified>")  # all that the prompt names
 UNTAGGED = 0.1  # of the negatives lose the opening tag, the closing tag or both, with equal probability
 
 reward = exact_match  # r: the body is the reference, tags included
@@ -101,7 +102,7 @@ def make_splits(
             sentence = " ".join(words)
             if not min_words <= len(words) <= max_words:
                 left_out["too short" if len(words) < min_words else "too long"] += bool(words)
-            elif OPEN in sentence or CLOSE in sentence:  # such an answer could never be read right
+            elif any(tag in sentence for tag in TAGS):  # such an answer could never be read right
                 left_out["with a tag of ours"] += 1
             elif sentence in seen:
                 left_out["duplicate"] += 1
