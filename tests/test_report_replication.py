@@ -58,6 +58,10 @@ def test_curves_show_every_run_and_only_what_it_has() -> None:
     labels = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
     assert sorted(labels) == ["CE + HN", "SDM + HN"]
     assert training_curves(some_runs()) is None
+    alone = training_curves([run for run in trained_runs() if run.setting == "ce_hn"])  # has no SDM layers to show
+    assert alone is not None
+    assert [axes.get_title() for axes in alone.axes] == ["Next-token loss over D_ca", ""]
+    assert alone.axes[-1].get_legend() is not None
 
 
 def test_curves_by_alpha_show_every_run() -> None:

@@ -159,7 +159,7 @@ def _compared(comparisons: Sequence[Comparison]) -> str:
     heads += [f"{name}: accuracy below alpha in" for name in (first, second)]
     caption = (
         f"{first} and {second} at several alphas, over the same SDM layers, paired by seed: mean shares admitted. The "
-        "interval is over the seeds (Student's t), with one seed over resampled prompts."
+        "interval is over resampled prompts, and over the seeds (Student's t) where that is wider."
     )
     return page.table(caption, ["family", "dataset", "alpha", *heads], rows)
 
@@ -247,9 +247,15 @@ def training_curves(runs: Sequence[Run]) -> Figure | None:
     curves = [(run, evaluations_of(run.history)) for run in ordered]
     if not any(found["epoch"] for _, found in curves):
         return None
-    figure = Figure(figsize=(9.2, 6.4), layout="constrained")
-    panels = figure.subplots(2, 3).flat
-    for axes, (name, title) in zip(panels, _PANELS, strict=False):
+    # Fine-tuning with cross-entropy has only the last of them
+    shown = [panel for panel in _PANELS if any(np.isfinite(found[panel[0]]).any() for _, found in curves)]
+    columns = min(3, len(shown) + 1)  # one for the legend
+    rows = -(-(len(shown) + 1) // columns)
+    figure = Figure(figsize=(9.2, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(shown) :]:
+        axes.axis("off")
+    for axes, (name, title) in zip(panels, shown, strict=False):
         named: set[str] = set()
         for run, found in curves:
             if not np.isfinite(found[name]).any():
@@ -266,12 +272,9 @@ def training_curves(runs: Sequence[Run]) -> Figure | None:
                 found["epoch"], found[name], label=None if run.setting in named else plots.plain(run.label), **style
             )
             named.add(run.setting)
-        axes.set_visible(bool(named))  # fine-tuning with cross-entropy has only the last of them
         axes.set(title=title, xlabel="Epoch")
         if name == "eval_admitted":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    legend = panels[-1]
-    handles, labels = panels[len(_PANELS) - 1].get_legend_handles_labels()
-    legend.axis("off")
-    legend.legend(handles, labels, loc="center left")
+    handles, labels = panels[len(shown) - 1].get_legend_handles_labels()
+    panels[-1].legend(handles, labels, loc="center left")
     return figure
