@@ -41,7 +41,10 @@ def add(subparsers: Any) -> None:
     parser.usage = "sdmlm replicate RECIPES... --output DIR [--seeds N ...] [--json] [--dry-run]"
     parser.add_argument("recipes", nargs="+", metavar="RECIPES", help="recipes (.yaml), or folders of them")
     parser.add_argument(
-        "--output", required=True, metavar="DIR", help="runs go to DIR/FAMILY-SETTING/seed-N, tables to DIR"
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="runs go to DIR/FOLDER-FILE/seed-N (of the recipe), tables to DIR",
     )
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of each recipe (default: its own)")
     parser.add_argument("--json", action="store_true", help="print the tables as JSON")

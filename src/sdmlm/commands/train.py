@@ -27,7 +27,11 @@ EXAMPLES = """\
 def add(subparsers: Any) -> None:
     """Declare the command."""
     parser = common.add_command(subparsers, "train", "fine-tune a causal language model into an SDM LM", EXAMPLES)
-    parser.usage = "sdmlm train --model M --data ROWS [--calibration ROWS] --output DIR [options]"
+    parser.usage = (
+        "sdmlm train --model M --data ROWS [--calibration ROWS] --output DIR [options]\n"
+        "       sdmlm train --recipe FILE.yaml [options]\n"
+        "       sdmlm train --output DIR --resume"
+    )
     parser.add_argument(
         "--model", metavar="M", help="model folder, a name on the Hub, or demo: the small model that is included"
     )
