@@ -294,7 +294,7 @@ def test_all_runs_left_to_others_is_said(here: Path, capsys: pytest.CaptureFixtu
     assert "out has no finished run yet" in err
 
 
-def test_two_processes_make_the_run_of_one(whole: Path, here: Path) -> None:
+def test_two_processes_make_the_run_of_one(here: Path) -> None:
     """As `accelerate launch` starts them: they train together, and the first one evaluates and makes the tables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -305,13 +305,18 @@ def test_two_processes_make_the_run_of_one(whole: Path, here: Path) -> None:
     processes = []
     for rank in range(2):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment = os.environ | {name: str(n) for name, n in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        environment |= {name: str(n) for name, n in numbers.items()}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "sdmlm.cli", *command], env=environment, stderr=subprocess.PIPE, text=True
             )
         )
-    said = [process.communicate(timeout=240)[1] for process in processes]
+    try:
+        said = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # one that failed leaves the other waiting
     assert [process.returncode for process in processes] == [0, 0], said
     (run,) = read_runs("out")
     assert {name: len(e) for name, e in run.evaluations.items()} == {"test": 12, "shifted": 10}
@@ -325,15 +330,23 @@ def test_two_processes_make_the_run_of_one(whole: Path, here: Path) -> None:
     assert [e.generated for e in run.evaluations.values()] == [e.generated for e in alone.evaluations.values()]
 
 
-def test_another_task_is_evaluated_again(here: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(whole / "tiny-none" / "seed-0", "out/tiny-none/seed-0")
+def test_another_task_is_evaluated_again(
+    here: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole / "tiny-none", "out/tiny-none")
+    first = rows()[72]["sentence"]
     Path("my_task.py").write_text(
-        "from sdmlm.tasks.word_ordering import REFERENCE, reward\n\n\ndef answer(text):\n    return 'always this'\n"
+        f"from sdmlm.tasks.word_ordering import REFERENCE, reward\n\n\ndef answer(text):\n    return {first!r}\n"
     )
     monkeypatch.syspath_prepend(here)
-    Path("tiny/none.yaml").write_text(
-        Path("tiny/none.yaml").read_text().replace("task: word_ordering", "task: my_task")
-    )
+    recipe = Path("tiny/none.yaml").read_text()
+    Path("tiny/none.yaml").write_text(recipe.replace("task: word_ordering", "task: my_task"))
+    command = ["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0"]
+    said = fails(capsys, *command)  # seed 1 would be read in another way
+    assert "out/tiny-none/seed-1 was evaluated as word_ordering, not as my_task" in said
+    shutil.rmtree("out/tiny-none/seed-1")
+    for path in Path("out/tiny-none/seed-0/evaluations").iterdir():  # as they were before they named the task
+        path.write_text(path.read_text().replace('"task": "word_ordering", ', ""))
     devices = []
     opened = SDMLanguageModel.from_pretrained
 
@@ -343,12 +356,13 @@ def test_another_task_is_evaluated_again(here: Path, whole: Path, monkeypatch: p
 
     monkeypatch.setattr(SDMLanguageModel, "from_pretrained", open_)
     for _ in range(2):  # and only once
-        assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0"]) == 0
+        assert main(command) == 0
     assert devices == ["cpu"]  # `use_cpu` is about the tests too
     (run,) = read_runs("out")
     assert run.task == "my_task"
     before, _ = read_evaluation(whole / "tiny-none/seed-0/evaluations/test.json")
     assert run.evaluations["test"].generated == before.generated
+    assert run.evaluations["test"].answer_right.tolist() == [row["sentence"] == first for row in rows()[72:84]]
 
 
 def test_a_new_sdm_layer_is_evaluated_again(here: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,6 +239,12 @@ def test_marks_are_explained_only_where_they_stand() -> None:
     assert marks(plain, plain, plain, plain, plain) == "R: all rejected"
     assert marks(plain, plain, plain, some, plain) == "R: all rejected (0.97R2: in 2 seeds)"
     assert marks(plain, nothing, plain, plain, plain) == "R: all rejected; -: no such points"
+    row = Row("d", "m", "e", SelectiveMetrics((plain, plain), (plain, plain), plain))
+    assert (
+        Table([row], 0.95, ["0", "1"], seeds=3)
+        .marks()
+        .endswith("accuracy among the admitted of all of them, mean share")
+    )
 
 
 def test_terminal_table_fits_and_names_everything() -> None:

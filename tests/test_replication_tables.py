@@ -250,6 +250,8 @@ def test_cells_say_where_all_was_rejected_and_where_there_was_nothing() -> None:
     assert {marks[name, "0", f"{'y=0' if there == 'y=1' else 'y=1'} accuracy"] for name in rows} == {"no points"}
     text = table.latex()
     assert "1.00R2" in text
+    assert "Over several seeds: accuracy among the admitted of all of them" in text
+    assert "Over several seeds" not in tables(some[:1]).full().latex()
     assert "-" in [cell.strip() for line in text.splitlines() if "no-reject" in line for cell in line.split("&")]
 
 
@@ -433,9 +435,9 @@ def test_statements_say_what_the_numbers_say() -> None:
     wrong = [False] * 10 + yes[:90]  # a fifth and all of the admitted are wrong
     says = statement(more, less, wrong)
     assert f"in {FEW} of {FEW} with sdm_hn and in {FEW} of {FEW} with ce_hn" in says
-    assert says.endswith("Here sdm_hn admits more, but what sdm_hn admits is not as accurate as asked for (0.81).")
+    assert says.endswith("Here sdm_hn admits more, but what sdm_hn admits is not as accurate as asked for (80.8%).")
     says = statement(less, more, wrong)
-    assert says.endswith("Here sdm_hn admits less, but what ce_hn admits is not as accurate as asked for (0.81).")
+    assert says.endswith("Here sdm_hn admits less, but what ce_hn admits is not as accurate as asked for (80.8%).")
     none = statement([no] * FEW, more, yes)
     assert f"alpha = 0.95 nowhere with sdm_hn and in 0 of {FEW} with ce_hn" in none
     mixed = [yes, no, yes, no, yes]
@@ -468,18 +470,20 @@ def test_equal_differences_of_one_answer_show_nothing() -> None:
 
 def test_the_interval_over_prompts_keeps_the_seeds_of_a_prompt_together() -> None:
     rng = np.random.default_rng(4)
-    masks = {(name, s): rng.random(300) < 0.3 for name in ("sdm_hn", "ce_hn") for s in range(2)}
+    masks = {(name, 0): rng.random(300) < share for name, share in (("sdm_hn", 0.3), ("ce_hn", 0.35))}
+    masks |= {(name, 1): np.roll(mask, 150) for (name, _), mask in masks.items()}  # Student's t has no width then
     (found,) = compare([scripted(n, s, m.tolist(), [True] * 300) for (n, s), m in masks.items()], bootstrap=20_000)
     slow = []
     for _ in range(4000):
         drawn = rng.integers(0, 300, 300)
         means = [masks["sdm_hn", s][drawn].mean() - masks["ce_hn", s][drawn].mean() for s in range(2)]
         slow.append(sum(means) / 2)
-    half = 12.706204736 * np.std(found.differences, ddof=1) / np.sqrt(2)  # Student's t, one degree of freedom
-    mean = sum(found.differences) / 2
-    wide = np.percentile(slow, 2.5), np.percentile(slow, 97.5)
-    expected = [min(wide[0], mean - half), max(wide[1], mean + half)]
-    assert list(found.interval) == pytest.approx(expected, abs=0.006)
+    assert found.sd == 0
+    assert list(found.interval) == pytest.approx(np.percentile(slow, (2.5, 97.5)).tolist(), abs=0.006)
+    (one,) = compare(
+        [scripted(n, 0, masks[n, 0].tolist(), [True] * 300) for n in ("sdm_hn", "ce_hn")], bootstrap=20_000
+    )
+    assert one.interval[1] - one.interval[0] > 1.2 * (found.interval[1] - found.interval[0])
 
 
 def test_only_what_both_have_is_compared() -> None:

@@ -293,9 +293,14 @@ def read_runs(folder: str | Path) -> list[Run]:
         if record is None:
             raise ValueError(f"{home} is damaged: it has evaluations but no {RECORD}.")
         evaluations = {test: one for test, (one, _) in found.items()}
-        task = str(facts.get("task") or record["settings"].get("task"))
+        task = evaluated_task(facts, record)
         runs.append(Run(**names, evaluations=evaluations, history=record["log_history"], task=task))
     return runs
+
+
+def evaluated_task(facts: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """The task of an evaluation: the training's, where its file is older than that fact."""
+    return str(facts.get("task") or record["settings"].get("task"))
 
 
 def training_csv(runs: Sequence[Run]) -> str:

@@ -537,7 +537,7 @@ class Comparison:
             more = 0 if self.verdict == "more" else 1
             accuracy = self.pooled[more]
             if accuracy is not None and accuracy < self.alpha:
-                says += f", but what {(self.first, self.second)[more]} admits is not as accurate as asked for ({accuracy:.2f})"
+                says += f", but what {(self.first, self.second)[more]} admits is not as accurate as asked for ({accuracy:.1%})"
             says += "."
         if n == 1:
             says += " One run says nothing about the spread between runs."
@@ -583,7 +583,7 @@ def _comparison(
     family: str, dataset: str, pairs: list[tuple[Run, Run]], alpha: float | None, bootstrap: int, seed: int
 ) -> Comparison:
     found = [(a.evaluations[dataset], b.evaluations[dataset]) for a, b in pairs]
-    if any(len(a) != len(b) for a, b in found):
+    if len({len(e) for pair in found for e in pair}) > 1:
         raise ValueError(
             f"The runs of {family} were evaluated on different rows of {dataset}: they cannot be compared."
         )

@@ -129,7 +129,7 @@ def verified_region(
 ) -> HighReliabilityRegion:
     """The part of the SDM layer's own region where final answers accepted as Yes are right at least alpha of the time.
 
-    Algorithm 1 asks for both true classes, and a search leaves hardly any answer that is known to be wrong: it went on from
+    Algorithm 1 asks for both true classes, and a search leaves hardly any answer that is accepted as No: it went on from
     those. So only the verdict that a search is for is accepted, Yes, and its accuracy is what is asked for, with a margin for
     chance: thresholds of 1, 2, 4, 8 and 16 times the layer's q'_min are tested as `certify` does, and the lowest that passes
     is taken. No easier than for a single answer.

@@ -93,7 +93,7 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 def read_sentences(source: str) -> list[str]:
     """The lines of a text file, the sentences of the demo's grammar ("demo"), or the `sentence` (or `text`) column of a data
-    set of the Hub, as name, name:split or name:configuration:split; a cell with several lines is as many sentences."""
+    set of the Hub, as name, name:split (also train[:9]) or name:configuration:split; a cell with several lines is as many sentences."""
     if source == "demo":
         from sdmlm.demo.sentences import sentences
 
@@ -106,9 +106,8 @@ def read_sentences(source: str) -> list[str]:
         return lines
     if path.exists() or source.startswith((".", "/", "~")) or path.suffix == ".txt":
         raise ValueError(f"{source} is no file: give a text file with one sentence a line, or a data set of the Hub.")
-    name, *config, split = (
-        re.split(r":(?![^\[]*\])", source) if ":" in source else (source, "train")
-    )  # train[:9] is one
+    parts = re.split(r":(?![^\[]*\])", source)  # the colon of train[:9] is the split's own
+    name, *config, split = parts if len(parts) > 1 else (source, "train")
     if len(config) > 1 or not all((name, *config, split)):
         raise ValueError(f"{source} is no name of a data set: give name, name:split or name:configuration:split.")
     try:

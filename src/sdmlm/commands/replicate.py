@@ -233,17 +233,29 @@ def _check(jobs: list[Job]) -> None:
 
 
 def _check_stored(jobs: Sequence[Job], output: str) -> None:
-    """Refuse what could not stand in one table with the evaluations there: another alpha, other test rows in a family."""
-    from sdmlm.replication import EVALUATIONS, read_evaluation
+    """Refuse what could not stand in one table with the evaluations there: another alpha, another task or other test rows
+    in a family."""
+    from sdmlm.replication import EVALUATIONS, evaluated_task, read_evaluation
 
     alphas = {float(job.settings.get("alpha", recipe.field_default("alpha"))) for job in jobs}
     sources = {(job.family, test): source for job in jobs for test, source in job.settings["tests"].items()}
+    tasks = {job.family: job.settings["task"] for job in jobs}
+    again = {job.folder for job in jobs}  # these are evaluated anew where the task is another one
     for folder in sorted(Path(output).glob("*/seed-*")):
+        record = read_record(folder)
         for path in sorted((folder / EVALUATIONS).glob("*.json")):
             evaluation, facts = read_evaluation(path)
             alphas.add(evaluation.alpha)
-            if (source := sources.get((str(facts.get("family")), path.stem))) is not None:
+            family = str(facts.get("family"))
+            if (source := sources.get((family, path.stem))) is not None:
                 _check_rows(folder, source, str(facts.get("rows_sha256")))
+            if record is None or folder in again or family not in tasks:
+                continue
+            if (old := evaluated_task(facts, record)) != tasks[family]:
+                raise ValueError(
+                    f"{folder} was evaluated as {old}, not as {tasks[family]}: name its recipe and seed too, or give another "
+                    "--output."
+                )
     if len(alphas) > 1:
         shown = " and ".join(f"{alpha:g}" for alpha in sorted(alphas))
         raise ValueError(f"The runs in {output} would have alpha {shown}: one folder of tables needs one alpha.")
@@ -305,10 +317,14 @@ def _stored(job: Job, test: str) -> dict[str, Any] | None:
 
 def _left(job: Job) -> list[str]:
     """The test sets on which the model of a finished run is still to be evaluated with its present SDM layer and task."""
-    layer, task = _layer(job), job.settings["task"]
+    from sdmlm.replication import evaluated_task
+
+    layer, record = _layer(job), job.record()
 
     def done(facts: Mapping[str, Any] | None) -> bool:
-        return facts is not None and facts.get("sdm_sha256") == layer and facts.get("task", task) == task
+        if facts is None or record is None or facts.get("sdm_sha256") != layer:
+            return False
+        return evaluated_task(facts, record) == str(job.settings["task"])
 
     return [test for test in job.settings["tests"] if not done(_stored(job, test))]
 

@@ -88,7 +88,7 @@ def number(value: float) -> str:
     return f"{value:.4g}" if np.isfinite(value) else "none"
 
 
-def comparison(caption: str, compared: Table, seeds: bool = False) -> str:
+def comparison(caption: str, compared: Table) -> str:
     """Accuracy among the admitted and their share, by class while there are few of them, else of the worst class."""
     few = len(compared.class_names) <= _FEW
     groups = [f"{kind} {name}" for kind in ("true", "predicted") for name in compared.class_names]
@@ -100,7 +100,7 @@ def comparison(caption: str, compared: Table, seeds: bool = False) -> str:
         cells = [cell for side in sides for cell in (side if few else [_worst(side)])]
         rows.append([row.dataset, row.model, row.estimator, *(_cell(c, compared.alpha) for c in (*cells, m.marginal))])
     note = (
-        f" Accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){' (over several seeds: pooled, and the range over the seeds)' * seeds}, then their "
+        f" Accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){' (over several seeds: pooled, and the range over the seeds)' * (compared.seeds > 1)}, then their "
         f"share of all points; ▼ is below alpha = {compared.alpha:g}."
     )
     return table(caption + "." + note, head, rows)

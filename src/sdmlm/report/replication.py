@@ -119,7 +119,7 @@ def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tupl
 
 
 def _full(tables: Tables, published: bool) -> str:
-    ours = page.comparison("Ours", tables.full(), seeds=any(len(line.seeds) > 1 for line in tables.of("full")))
+    ours = page.comparison("Ours", tables.full())
     if not published:
         return ours
     heads = ["true 0", "true 1", "predicted 0", "predicted 1", "all"]
