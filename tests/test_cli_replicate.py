@@ -10,6 +10,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -264,15 +266,22 @@ def test_the_seed_of_the_recipe_is_the_default_and_a_twin_is_left_out(
     assert not Path("out").exists()
 
 
-def test_a_run_that_another_process_is_at_is_left_to_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    busy = Path("out/tiny-none/seed-0")
-    busy.mkdir(parents=True)
-    handle = os.open(busy, os.O_RDONLY)
+@contextmanager
+def at_work(folder: str) -> Iterator[Path]:
+    """As if another process were at work on this run."""
+    path = Path(folder)
+    path.mkdir(parents=True)
+    handle = os.open(path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
-        assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0", "1"]) == 0
+        yield path
     finally:
         os.close(handle)
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with at_work("out/tiny-none/seed-0") as busy:
+        assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0", "1"]) == 0
     assert "tiny-none, seed 0: left to the process that is at work on it" in capsys.readouterr().err
     assert not list(busy.iterdir())
     assert [(run.setting, run.seed) for run in read_runs("out")] == [("none", 1)]
@@ -281,14 +290,8 @@ def test_a_run_that_another_process_is_at_is_left_to_it(here: Path, capsys: pyte
 
 
 def test_all_runs_left_to_others_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    busy = Path("out/tiny-none/seed-0")
-    busy.mkdir(parents=True)
-    handle = os.open(busy, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
+    with at_work("out/tiny-none/seed-0"):
         assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0", "--json"]) == 0
-    finally:
-        os.close(handle)
     out, err = capsys.readouterr()
     assert strict_json(out) == {}
     assert "out has no finished run yet" in err
