@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from cli_checks import fails, strict_json
-from tiny_lm import copy_rows, tiny_lm, tiny_tokenizer
+from tiny_lm import copy_rows, process_group, tiny_lm, tiny_tokenizer
 
 from sdmlm import replication
 from sdmlm.cli import main
@@ -299,17 +298,12 @@ def test_all_runs_left_to_others_is_said(here: Path, capsys: pytest.CaptureFixtu
 
 def test_two_processes_make_the_run_of_one(here: Path) -> None:
     """As `accelerate launch` starts them: they train together, and the first one evaluates and makes the tables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     recipe = Path("tiny/none.yaml").read_text().replace("epochs: 0", "epochs: 1").replace("size: 12", "size: 6")
     Path("tiny/none.yaml").write_text(recipe)
     command = ["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0"]
     processes = []
-    for rank in range(2):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        environment |= {name: str(n) for name, n in numbers.items()}
+    for group in process_group(2):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | group
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "sdmlm.cli", *command], env=environment, stderr=subprocess.PIPE, text=True

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -98,24 +97,19 @@ def _train(folder: Path, world: int, fsdp: bool, settings: dict[str, Any], kill:
 
 def _drive(folder: Path) -> None:
     sys.path.insert(0, str(HERE))
-    from tiny_lm import warm_up
+    from tiny_lm import process_group, warm_up
 
     warm_up(folder / "warm")
 
     def run(name: str, run: str, kill: bool = False, resume: bool = False) -> None:
         world, fsdp, settings = RUNS[run]
         (folder / name).mkdir(exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         children = []
-        for rank in range(world):
+        for environment in process_group(world):
             child = os.fork()
             if child == 0:
                 if world > 1:
-                    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-                    os.environ |= {k: str(v) for k, v in numbers.items()}
-                    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                    os.environ |= environment
                 code = 1
                 try:
                     _train(folder / name, world, fsdp, settings, kill, resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,13 @@ def warm_up(folder: Path) -> None:
     torch.set_num_threads(1)
     tiny_lm().save_pretrained(folder)  # compiles a thousand regular expressions
     gc.freeze()  # the children's collections need not look at all that was imported
+
+
+def process_group(world: int) -> list[dict[str, str]]:
+    """What `torchrun` and `accelerate launch` put into the environment of each of `world` processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]

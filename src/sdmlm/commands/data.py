@@ -93,7 +93,8 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 def read_sentences(source: str) -> list[str]:
     """The lines of a text file, the sentences of the demo's grammar ("demo"), or the `sentence` (or `text`) column of a data
-    set of the Hub, as name, name:split (also train[:9]) or name:configuration:split; a cell with several lines is as many sentences."""
+    set of the Hub, as name, name:split (also train[:9]) or name:configuration:split; a cell with several lines is as many
+    sentences."""
     if source == "demo":
         from sdmlm.demo.sentences import sentences
 
