@@ -26,12 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from scipy.stats import t
 
 from sdmlm import SDMEstimator, SDMLanguageModel
 from sdmlm.artifacts import write_text_atomically
-from sdmlm.config import LAYER_FIELDS
-from sdmlm.negatives import NegativePolicy
+from sdmlm.config import LAYER_FIELDS, SDMConfig
+from sdmlm.final_layer import fit_once, positives
 from sdmlm.preference_files import read_preferences
 from sdmlm.record import read_record
 from sdmlm.replication import evaluation_file, generation_room, load_task, read_evaluation
@@ -53,15 +54,16 @@ def states(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]], texts: Seque
     return embed_sequences(lm.model, ids)
 
 
-def fit(lm: SDMLanguageModel, h: Mapping[str, torch.Tensor], wrong: np.ndarray, seed: int) -> SDMEstimator:
+def fit(
+    lm: SDMLanguageModel, gamma_plus: float, h: Mapping[str, torch.Tensor], wrong: np.ndarray, seed: int
+) -> SDMEstimator:
     """A final SDM layer as `sdmlm.final_layer.fit_final_layer` makes it with this seed."""
-    policy = NegativePolicy(0.5, 1.0, 1.0, seed=seed, first_epoch=0)
-    positive = np.array([policy.draw(i, epoch=0).positive for i in range(len(wrong))])
+    own = {field: getattr(lm.estimator, parameter) for parameter, field in LAYER_FIELDS.items()}
+    config = SDMConfig(use_cpu=True, seed=seed, gamma_plus=gamma_plus, **own)
+    positive = torch.tensor(positives(config, len(wrong), epoch=0))
     negatives = torch.where(torch.from_numpy(wrong)[:, None], h["own"], h["static"])
-    documents = torch.where(torch.from_numpy(positive)[:, None], h["positive"], negatives)
-    own = {name: getattr(lm.estimator, name) for name in LAYER_FIELDS}
-    own["seed"] = int(np.random.default_rng([seed, 4]).integers(2**31))
-    return SDMEstimator(**own, device="cpu", progress=False).fit(documents, positive.astype(np.int64))
+    documents = torch.where(positive[:, None], h["positive"], negatives)
+    return fit_once(Accelerator(cpu=True), config, [4], documents, positive.int().tolist())
 
 
 def measure(folder: str, layers: int) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def measure(folder: str, layers: int) -> dict[str, Any]:
     facts = read_evaluation(evaluation_file(folder, next(iter(tests))))[1]
     out: dict[str, Any] = {name: facts[name] for name in ("setting", "seed")} | {"layers": []}
     for k in range(layers):
-        layer = fit(lm, h, y == 0, settings["seed"] + 1000 * k)
+        layer = fit(lm, settings["gamma_plus"], h, y == 0, settings["seed"] + 1000 * k)
         found: dict[str, Any] = {"loss": layer.loss_}
         for name, (h_test, y_test) in tests.items():
             scores = layer.score(h_test)
