@@ -24,11 +24,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sdmlm.activation import sdm_losses
-from sdmlm.adaptor import train_adaptor
-from sdmlm.estimator import SDMEstimator
-from sdmlm.region import DistanceCDF, find_region
-from sdmlm.support import SupportSet
+from sdmlm.estimator.activation import sdm_losses
+from sdmlm.estimator.adaptor import train_adaptor
+from sdmlm.estimator.estimator import SDMEstimator
+from sdmlm.estimator.region import DistanceCDF, find_region
+from sdmlm.estimator.support import SupportSet
 
 Result = dict[str, Any]
 

@@ -30,12 +30,12 @@ from training import BATCH, word_ordering
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm import SDMConfig, SDMLanguageModel
-from sdmlm.artifacts import SDM_FOLDER
-from sdmlm.encoding import Encoder
-from sdmlm.final_layer import fit_final_layer, save_final_layer
-from sdmlm.negatives import generate
+from sdmlm.finetuning.final_layer import fit_final_layer, save_final_layer
+from sdmlm.finetuning.negatives import generate
+from sdmlm.language_model.encoding import Encoder
+from sdmlm.language_model.summary import GenerationReader, embed_sequences
 from sdmlm.rewards import exact_match
-from sdmlm.summary import GenerationReader, embed_sequences
+from sdmlm.storage.artifacts import SDM_FOLDER
 
 NEW_TOKENS, ROUNDS, CALIBRATION = 64, 12, 200
 

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
-from sdmlm.artifacts import write_text_atomically
-from sdmlm.region import HighReliabilityRegion, membership
-from sdmlm.replication import load_task
+from sdmlm.estimator.region import HighReliabilityRegion, membership
+from sdmlm.experiments.runs import load_task
+from sdmlm.generation.verification import Verification
+from sdmlm.language_model.summary import batches_by_length
 from sdmlm.rewards import apply_reward
-from sdmlm.summary import batches_by_length
-from sdmlm.verification import Verification
+from sdmlm.storage.artifacts import write_text_atomically
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -30,14 +30,14 @@ from accelerate import Accelerator
 from scipy.stats import t
 
 from sdmlm import SDMEstimator, SDMLanguageModel
-from sdmlm.artifacts import write_text_atomically
-from sdmlm.config import LAYER_FIELDS, SDMConfig
-from sdmlm.final_layer import fit_once, positives
-from sdmlm.preference_files import read_preferences
-from sdmlm.record import read_record
-from sdmlm.replication import evaluation_file, generation_room, load_task, read_evaluation
+from sdmlm.experiments.runs import evaluation_file, generation_room, load_task, read_evaluation
+from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
+from sdmlm.finetuning.final_layer import fit_once, positives
+from sdmlm.language_model.preference_files import read_preferences
+from sdmlm.language_model.summary import embed_sequences
 from sdmlm.rewards import apply_reward
-from sdmlm.summary import embed_sequences
+from sdmlm.storage.artifacts import write_text_atomically
+from sdmlm.storage.record import read_record
 
 ALPHAS = (0.8, 0.85, 0.9, 0.95)
 
@@ -57,7 +57,7 @@ def states(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]], texts: Seque
 def fit(
     lm: SDMLanguageModel, gamma_plus: float, h: Mapping[str, torch.Tensor], wrong: np.ndarray, seed: int
 ) -> SDMEstimator:
-    """A final SDM layer as `sdmlm.final_layer.fit_final_layer` makes it with this seed."""
+    """A final SDM layer as `sdmlm.finetuning.final_layer.fit_final_layer` makes it with this seed."""
     own = {field: getattr(lm.estimator, parameter) for parameter, field in LAYER_FIELDS.items()}
     config = SDMConfig(use_cpu=True, seed=seed, gamma_plus=gamma_plus, **own)
     positive = torch.tensor(positives(config, len(wrong), epoch=0))

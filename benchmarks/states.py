@@ -31,11 +31,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from sdmlm import SDMEstimator, SDMLanguageModel
-from sdmlm.artifacts import finite_or_none, write_text_atomically
-from sdmlm.final_layer import layer_metrics
-from sdmlm.replication import load_task
+from sdmlm.experiments.runs import load_task
+from sdmlm.finetuning.final_layer import layer_metrics
+from sdmlm.language_model.summary import embed_sequences
 from sdmlm.rewards import apply_reward
-from sdmlm.summary import embed_sequences
+from sdmlm.storage.artifacts import finite_or_none, write_text_atomically
 
 Float = NDArray[np.float32]
 

@@ -115,8 +115,8 @@ def trl(model: str, rows: list[dict[str, str]]) -> dict[str, float]:
 
 
 def generation(model: str, rows: list[dict[str, str]]) -> dict[str, float]:
-    from sdmlm.encoding import Encoder
-    from sdmlm.negatives import generate
+    from sdmlm.finetuning.negatives import generate
+    from sdmlm.language_model.encoding import Encoder
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     encoder = Encoder(AutoTokenizer.from_pretrained(model), max_length=256)

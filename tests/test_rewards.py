@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdmlm.encoding import VerificationTags
+from sdmlm.language_model.encoding import VerificationTags
 from sdmlm.rewards import apply_reward, exact_match, load_reward, reward_name
 from sdmlm.tasks import arithmetic, word_ordering
 

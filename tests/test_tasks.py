@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdmlm.cli import main
-from sdmlm.commands.data import read_sentences
-from sdmlm.encoding import check_rows
+from sdmlm.cli.commands.data import read_sentences
+from sdmlm.language_model.encoding import check_rows
 from sdmlm.rewards import apply_reward
 from sdmlm.tasks import arithmetic, word_ordering
 

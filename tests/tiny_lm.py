@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sdmlm.config import SDMConfig
+from sdmlm.finetuning.config import SDMConfig
 
 LETTERS = "abcdefgh"
 
@@ -82,7 +82,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> SDMConfig:
 
 def warm_up(folder: Path) -> None:
     """For a driver that forks: do once what every child would do, and start no threads."""
-    import sdmlm.trainer  # noqa: F401
+    import sdmlm.finetuning.trainer  # noqa: F401
 
     torch.set_num_threads(1)
     tiny_lm().save_pretrained(folder)  # compiles a thousand regular expressions

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tiny_lm import copy_rows, tiny_config, tiny_lm, tiny_tokenizer
 
-from sdmlm.trainer import SDMTrainer
+from sdmlm.finetuning.trainer import SDMTrainer
 
 CALIBRATION = 96
 CHAT = (

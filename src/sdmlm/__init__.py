@@ -5,29 +5,29 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from sdmlm.classifier import SDMClassifier
-    from sdmlm.config import SDMConfig
-    from sdmlm.estimator import SDMEstimator
-    from sdmlm.lm import SDMLanguageModel
-    from sdmlm.region import HighReliabilityRegion
-    from sdmlm.scores import Scores
-    from sdmlm.search import SearchPolicy
-    from sdmlm.search_calibration import calibrate_search
-    from sdmlm.trainer import SDMTrainer
-    from sdmlm.verification import Verification
+    from sdmlm.estimator.classifier import SDMClassifier
+    from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.estimator.region import HighReliabilityRegion
+    from sdmlm.estimator.scores import Scores
+    from sdmlm.finetuning.config import SDMConfig
+    from sdmlm.finetuning.trainer import SDMTrainer
+    from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.generation.search import SearchPolicy
+    from sdmlm.generation.search_calibration import calibrate_search
+    from sdmlm.generation.verification import Verification
 
 # Loaded when first used: `import sdmlm` and `sdmlm --help` need not wait for torch.
 _WHERE = {
-    "HighReliabilityRegion": "sdmlm.region",
-    "SDMClassifier": "sdmlm.classifier",
-    "SDMConfig": "sdmlm.config",
-    "SDMEstimator": "sdmlm.estimator",
-    "SDMLanguageModel": "sdmlm.lm",
-    "SDMTrainer": "sdmlm.trainer",
-    "Scores": "sdmlm.scores",
-    "SearchPolicy": "sdmlm.search",
-    "Verification": "sdmlm.verification",
-    "calibrate_search": "sdmlm.search_calibration",
+    "HighReliabilityRegion": "sdmlm.estimator.region",
+    "SDMClassifier": "sdmlm.estimator.classifier",
+    "SDMConfig": "sdmlm.finetuning.config",
+    "SDMEstimator": "sdmlm.estimator.estimator",
+    "SDMLanguageModel": "sdmlm.generation.language_model",
+    "SDMTrainer": "sdmlm.finetuning.trainer",
+    "Scores": "sdmlm.estimator.scores",
+    "SearchPolicy": "sdmlm.generation.search",
+    "Verification": "sdmlm.generation.verification",
+    "calibrate_search": "sdmlm.generation.search_calibration",
 }
 __all__ = [
     "HighReliabilityRegion",

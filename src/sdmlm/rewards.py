@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sdmlm.encoding import VerificationTags, completion_text
+from sdmlm.language_model.encoding import VerificationTags, completion_text
 
 Reward = Callable[..., Sequence[Any]]
 _ARGUMENTS = ("prompt", "prompts", "completion", "completions")

@@ -15,6 +15,7 @@ last checkpoint. `training.json` beside the model holds the settings, the machin
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import math
@@ -22,7 +23,7 @@ import platform
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sdmlm.artifacts import read_artifact, write_artifact, write_text_atomically
 from sdmlm.demo import sentences as grammar
 from sdmlm.demo.sentences import LEXICON, sentence
-from sdmlm.progress import progress_bar
+from sdmlm.storage.artifacts import read_artifact, write_artifact, write_text_atomically
+from sdmlm.storage.progress import progress_bar
 
 FOLDER = Path(__file__).parent / "base"  # the model that is shipped
 LOG = "training.json"
@@ -439,9 +440,33 @@ def _resume(folder: Path, settings: Settings, model: Any, optimizer: Any) -> tup
 
 
 def source_sha256() -> str:
-    """A hash over the source of the grammar and of this file."""
-    files = (grammar.__file__, __file__)
-    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
+    """A hash of the code of the grammar and of this file, without imports, docstrings and comments.
+
+    Only what decides the weights counts: rewording a comment or moving a module must not ask for a new base model.
+    """
+    return _code_sha256(Path(file).read_text(encoding="utf-8") for file in (grammar.__file__, __file__))
+
+
+def _code_sha256(sources: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                node.body = [n for n in body if not _is_inert(n)]  # type: ignore[attr-defined]
+        # This function is no part of the recipe either.
+        tree.body = [
+            n for n in tree.body if getattr(n, "name", "") not in ("source_sha256", "_code_sha256", "_is_inert")
+        ]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
+
+
+def _is_inert(node: ast.stmt) -> bool:
+    """Whether a statement is an import or a docstring."""
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return text or isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def _save(

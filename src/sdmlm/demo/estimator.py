@@ -20,13 +20,13 @@ from scipy.ndimage import rotate
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from sdmlm.commands import common
-from sdmlm.commands.compare import output_files, write_tables
-from sdmlm.comparison import Comparison, compare
+from sdmlm.cli import common
+from sdmlm.cli.commands.compare import output_files, write_tables
 from sdmlm.demo.one_thread import one_thread
-from sdmlm.embedding_files import Embeddings
-from sdmlm.estimator import SDMEstimator
-from sdmlm.explain import Explanation
+from sdmlm.estimator.embedding_files import Embeddings
+from sdmlm.estimator.estimator import SDMEstimator
+from sdmlm.estimator.explain import Explanation
+from sdmlm.evaluation.comparison import Comparison, compare
 from sdmlm.report import Example, write_report
 
 ALPHA, SEED = 0.95, 0

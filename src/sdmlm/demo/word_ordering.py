@@ -27,17 +27,17 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sdmlm.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.demo.sentences import sentences
-from sdmlm.record import read_record
-from sdmlm.replication import Evaluation, Run, evaluate, evaluation_file, generation_room, write_evaluation
+from sdmlm.experiments.runs import Evaluation, Run, evaluate, evaluation_file, generation_room, write_evaluation
+from sdmlm.storage.artifacts import SDM_FOLDER, locked, write_text_atomically
+from sdmlm.storage.record import read_record
 from sdmlm.tasks import word_ordering
 
 if TYPE_CHECKING:
-    from sdmlm.lm import SDMLanguageModel
-    from sdmlm.replication_tables import Tables
-    from sdmlm.verification import Verification
+    from sdmlm.experiments.tables import Tables
+    from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.generation.verification import Verification
 
 MARK = "demo.json"  # says that a folder is ours
 BEFORE = ".before"  # where an earlier demo waits for the end of the next
@@ -102,7 +102,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     for setting in _fine_tune(home, FAST_TRAINING if fast else TRAINING, out):
         # What takes seconds to import, only now: the trainings are at work meanwhile.
         from sdmlm.demo.one_thread import one_thread
-        from sdmlm.lm import SDMLanguageModel
+        from sdmlm.generation.language_model import SDMLanguageModel
 
         lm = SDMLanguageModel.from_pretrained(home / setting, device="cpu")
         with one_thread():
@@ -113,7 +113,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         assert record is not None  # it has just been written
         runs.append(Run("demo", setting, LABELS[setting], SEED, evaluations, record["log_history"]))
     runs.sort(key=lambda run: list(LABELS).index(run.setting))  # whichever was done first
-    from sdmlm.replication_tables import tables
+    from sdmlm.experiments.tables import tables
     from sdmlm.report.replication import write_report
 
     found, reading = tables(runs), READING.format(**sizes) + (FAST_READING if fast else "")
@@ -274,7 +274,7 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
 def _evaluate(
     lm: SDMLanguageModel, home: Path, setting: str, name: str, rows: Sequence[Mapping[str, Any]]
 ) -> Evaluation:
-    from sdmlm.final_layer import layer_sha256
+    from sdmlm.finetuning.final_layer import layer_sha256
 
     found = evaluate(lm, word_ordering, rows, progress=False)  # one bar is there already
     facts = {

@@ -16,13 +16,13 @@ import matplotlib
 from sdmlm.report import page, plots
 
 if TYPE_CHECKING:
-    from sdmlm.embedding_files import Embeddings
-    from sdmlm.estimator import SDMEstimator
-    from sdmlm.evaluation import Table
-    from sdmlm.explain import Exemplar, Explanation
-    from sdmlm.region import HighReliabilityRegion
+    from sdmlm.estimator.embedding_files import Embeddings
+    from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.estimator.explain import Exemplar, Explanation
+    from sdmlm.estimator.region import HighReliabilityRegion
+    from sdmlm.estimator.scores import Scores
+    from sdmlm.evaluation.metrics import Table
     from sdmlm.report.plots import View
-    from sdmlm.scores import Scores
 
 _FEW = 4  # classes that a comparison table shows one by one
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
-from sdmlm.replication import Evaluation, Run
+from sdmlm.experiments.runs import Evaluation, Run
 from sdmlm.report import estimator as estimator_report
 from sdmlm.report import page, plots
 from sdmlm.report.replication import paper_table, training_curves
 
 if TYPE_CHECKING:
-    from sdmlm.estimator import SDMEstimator
-    from sdmlm.search_calibration import SearchCalibration
+    from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.generation.search_calibration import SearchCalibration
 
 
 def write_report(
@@ -52,7 +52,7 @@ def write_report(
 
 
 def _tests(run: Run) -> str:
-    from sdmlm.replication_tables import tables
+    from sdmlm.experiments.tables import tables
 
     found = tables([run])
     full = page.comparison("By class and by prediction", found.full())

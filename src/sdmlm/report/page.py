@@ -16,11 +16,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sdmlm import __version__
-from sdmlm.artifacts import write_text_atomically
 from sdmlm.report import plots
+from sdmlm.storage.artifacts import write_text_atomically
 
 if TYPE_CHECKING:
-    from sdmlm.evaluation import Cell, Table
+    from sdmlm.evaluation.metrics import Cell, Table
 
 _FEW = 4  # classes that a comparison table shows one by one
 

@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
-from sdmlm.layer import ALPHA_GRID, activate
+from sdmlm.estimator.layer import ALPHA_GRID, activate
 
 if TYPE_CHECKING:
-    from sdmlm.estimator import SDMEstimator
-    from sdmlm.region import HighReliabilityRegion
-    from sdmlm.scores import Scores
+    from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.estimator.region import HighReliabilityRegion
+    from sdmlm.estimator.scores import Scores
 
 INK = "#010203"
 BLUE, ORANGE, GREEN = "#2f8fd8", "#e8702a", "#2fa866"  # told apart by most colour-blind readers, on white and on black

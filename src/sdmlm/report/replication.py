@@ -12,9 +12,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from sdmlm import paper
-from sdmlm.replication import Run, dataset_order, setting_order
-from sdmlm.replication_tables import LAYOUTS, Comparison, Tables
+from sdmlm.experiments import published as paper
+from sdmlm.experiments.runs import Run, dataset_order, setting_order
+from sdmlm.experiments.tables import LAYOUTS, Comparison, Tables
 from sdmlm.report import page, plots
 
 _PANELS = (

@@ -10,8 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from sdmlm.encoding import VerificationTags
-from sdmlm.search import NOT_CALIBRATED, SearchPolicy
+from sdmlm.generation.search import NOT_CALIBRATED, SearchPolicy
+from sdmlm.language_model.encoding import VerificationTags
 from sdmlm.server.engine import hear
 from sdmlm.server.errors import ApiError
 from sdmlm.server.model import Model, OnText

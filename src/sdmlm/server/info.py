@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from sdmlm.artifacts import finite_or_none
-from sdmlm.encoding import Encoder
-from sdmlm.layer import ALPHA_GRID
-from sdmlm.lm import SDMLanguageModel
-from sdmlm.region import HighReliabilityRegion
+from sdmlm.estimator.layer import ALPHA_GRID
+from sdmlm.estimator.region import HighReliabilityRegion
+from sdmlm.generation.language_model import SDMLanguageModel
+from sdmlm.language_model.encoding import Encoder
+from sdmlm.storage.artifacts import finite_or_none
 
 MAX_POINTS = 2000  # calibration points that go out
 EXAMPLES = 6

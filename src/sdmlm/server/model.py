@@ -7,14 +7,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from sdmlm.artifacts import DamagedError
-from sdmlm.lm import SDMLanguageModel
+from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.server.engine import Engine, log
 from sdmlm.server.errors import ApiError, refused
 from sdmlm.server.info import describe
 from sdmlm.server.protocol import Ask, Document, Feedback, Prompt, SdmOptions
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.work import Alone, Judge, Judged, Worker, Write
+from sdmlm.storage.artifacts import DamagedError
 
 OnText = Callable[[int, str], None]
 MAX_TOKENS = 65_536  # of an answer, where the model itself sets no bound

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sdmlm.encoding import PromptIds
-from sdmlm.forward import inner_lm
-from sdmlm.lm import SDMLanguageModel
-from sdmlm.search import SearchPolicy
+from sdmlm.generation.language_model import SDMLanguageModel
+from sdmlm.generation.search import SearchPolicy
+from sdmlm.generation.verification import Sampling, Verification
+from sdmlm.language_model.encoding import PromptIds
+from sdmlm.language_model.forward import inner_lm
 from sdmlm.server.engine import Job, report
 from sdmlm.server.errors import ApiError, internal, refused
 from sdmlm.server.info import region_facts
 from sdmlm.server.protocol import Prompt
-from sdmlm.verification import Sampling, Verification
 
 DEFAULT_BUDGET = 4  # further tries of a search
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from sdmlm.encoding import completion_text
+from sdmlm.language_model.encoding import completion_text
 
 REFERENCE = "sum"  # the column with the right answer
 PROMPT = (

@@ -1,0 +1,99 @@
+"""`sdmlm calibrate-search`: the region of a search's final answers, so that they can be accepted like others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdmlm.cli import common
+from sdmlm.cli.commands.calibrate import REWARD_HELP, one_voice
+from sdmlm.cli.commands.generate import add_model, add_writing, load, policy
+from sdmlm.storage.record import held_out
+
+if TYPE_CHECKING:
+    from sdmlm.generation.search_calibration import SearchCalibration
+
+EXAMPLES = """\
+  sdmlm calibrate-search runs/lm --data calibration.jsonl --search resample --budget 4
+  sdmlm calibrate-search runs/lm --data calibration.jsonl --search continue --budget 2 --reward rewards:check --json"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "calibrate a search as a whole, for sdmlm generate --search and sdmlm serve"
+    parser = common.add_command(subparsers, "calibrate-search", help, EXAMPLES)
+    parser.add_argument(
+        "--data", required=True, metavar="ROWS", help="the rows that the model's SDM layer was fitted over (D_ca)"
+    )
+    parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
+    add_model(parser)
+    add_writing(parser, calibrating=True)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Search on the calibration prompts, find the region, save it with the model."""
+    with one_voice():
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from sdmlm.generation.search_calibration import calibrate_search
+    from sdmlm.language_model.preference_files import read_preferences
+
+    search = policy(args)
+    assert search is not None  # the option is required
+    lm = load(args)
+    data = read_preferences(args.data, lm.tags)
+    rows = held_out(data.rows, data.sha256, Path(args.model))
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
+        found = calibrate_search(
+            lm,
+            rows,
+            search,
+            args.reward,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            stop=args.stop,
+            alpha=args.alpha,
+        )
+    facts = {"model": args.model, **summary(found)}
+    if args.json:
+        common.print_json(facts)
+        return
+    out = common.console(args)
+    share = common.percent(facts["verified"], facts["prompts"])
+    out.print(
+        f"{args.search} with a budget of {args.budget}, over {facts['prompts']} calibration prompts: "
+        f"{facts['tries']:.2f} tries a prompt, {common.percent(facts['right'], facts['prompts'])} of the final answers right.",
+        markup=False,
+    )
+    out.print(
+        f"alpha {found.alpha:g}: q'min {common.number(found.region().q_min)}, {share} of the final answers verified."
+    )
+    if not facts["verified"]:
+        common.warn(
+            "no final answer lies in the region, so this search will have none verified: look at the SDM layer first "
+            "(sdmlm report), and try a lower --alpha."
+        )
+    out.print(f"Written: {args.model}/sdm/search.json. sdmlm generate --search and sdmlm serve use it.", markup=False)
+
+
+def summary(found: SearchCalibration) -> dict[str, Any]:
+    """What a calibrated search does on its own prompts."""
+    return {
+        "policy": found.to_dict()["policy"],
+        "alpha": found.alpha,
+        "prompts": len(found),
+        "tries": sum(found.tries) / len(found),
+        "right": sum(found.labels),
+        "verified": int(found.accepted.sum()),
+        "verified_right": found.accepted_right,
+        "q_min": found.region().q_min,
+        "psi": found.region().psi[1],
+    }

@@ -1,0 +1,84 @@
+"""`sdmlm certify`: test the region on points that played no part in fitting."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sdmlm.cli import common
+
+EXAMPLES = """\
+  sdmlm certify runs/estimator fresh.npz
+  sdmlm certify runs/estimator fresh.npz --delta 0.01 --classes 1 --output certificate.json
+  sdmlm score runs/estimator new.npz --certificate certificate.json"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "certify the accuracy among the accepted on fresh labelled embeddings"
+    parser = common.add_command(subparsers, "certify", help, EXAMPLES)
+    parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", help="labelled points that played no part in fitting")
+    parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
+    parser.add_argument("--delta", type=float, default=0.05, metavar="P", help="chance of a wrong certificate (0.05)")
+    parser.add_argument("--classes", metavar="C,...", help="predicted classes to cover, by name (all)")
+    parser.add_argument("--output", metavar="FILE.json", help="save the certificate, for score --certificate")
+    parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Certify and show every test."""
+    from sdmlm.estimator.certify import certificate_rows
+    from sdmlm.estimator.embedding_files import read_embeddings
+
+    common.check_output_file(args.output, ".json")
+    estimator, names = common.load_estimator(args.estimator)
+    if args.alpha is not None:
+        estimator.recalibrate(args.alpha)
+    data = read_embeddings(args.embeddings, names)
+    y = common.labels_of(data, args.embeddings)
+    known = {*estimator.layers_[0].support_ids, *estimator.layers_[0].calibration_ids}
+    shared = sum(isinstance(i, str) and i in known for i in data.ids)
+    if shared:  # numbers say nothing: every file may count from 0
+        common.warn(f"{args.embeddings} shares {shared} ids with the fitted points; a certificate needs fresh ones.")
+    certificate = estimator.certify(data.X, y, args.delta, _classes(args.classes, names))
+    if args.output:
+        certificate.save(args.output)
+    tests = certificate_rows(certificate)
+    for test in tests:
+        test["predicted_class"] = names[test["predicted_class"]]
+    if args.json:
+        region = certificate.region
+        facts = None if region is None else {"q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
+        head = {"certified": region is not None, "alpha": certificate.alpha, "delta": certificate.delta}
+        common.print_json({**head, "says": certificate.sentence(names), "region": facts, "tests": tests})
+    else:
+        _show(args, certificate.sentence(names), tests)
+
+
+def _classes(text: str | None, names: list[str]) -> list[int] | None:
+    if text is None:
+        return None
+    wanted = [part.strip() for part in text.split(",")]
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise ValueError(f"--classes has {unknown[0]!r} but the classes are {', '.join(names)}.")
+    return [names.index(name) for name in wanted]
+
+
+def _show(args: argparse.Namespace, says: str, tests: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    out = common.console(args)
+    if tests:
+        columns = ("q'min", "predicted class", "accepted", "errors", "p-value", "passed")
+        table = common.rich_table("Tests", columns, left=["predicted class"])
+        for test in tests:
+            counts = str(test["accepted"]), str(test["errors"])
+            cells = f"{test['q_min']:.4g}", Text(test["predicted_class"]), *counts
+            table.add_row(*cells, f"{test['p_value']:.2g}", "yes" if test["passed"] else "no")
+        out.print(table)
+    out.print(Text(says))
+    if args.output:
+        out.print(f"Written: {args.output}.", markup=False)

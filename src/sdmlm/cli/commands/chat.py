@@ -1,0 +1,90 @@
+"""`sdmlm chat`: ask an SDM language model, see its answer, its verdict and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sdmlm.cli import common
+from sdmlm.cli.commands import generate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sdmlm.generation.verification import Verification
+
+EXAMPLES = """\
+  sdmlm chat runs/lm
+  sdmlm chat runs/lm --alpha 0.9 --search resample
+  echo "Say hello." | sdmlm chat runs/lm"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "ask and see answers with verdict and reason"
+    parser = common.add_command(subparsers, "chat", help, EXAMPLES)
+    generate.add_model(parser)
+    generate.add_writing(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read lines until the end of input (Ctrl-D)."""
+    options = generate.writing(args)
+    lm = generate.load(args)
+    out = common.console(args)
+    person = sys.stdin.isatty()
+    if person:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  arrow keys and history
+        # The SDM layer knows documents like those it was fitted over, which have one turn as a rule.
+        out.print(
+            "One question a line; each stands alone. Ctrl-D ends." if not lm.tokenizer.chat_template else
+            "One line a turn; an empty line starts a new conversation. Ctrl-D ends.",
+            style="dim",
+        )  # fmt: skip
+    turns: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> " if person else "")
+        except (EOFError, KeyboardInterrupt):
+            break
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
+        if not line.strip():
+            turns = []
+            continue
+        turns = [*turns, {"role": "user", "content": line}] if lm.tokenizer.chat_template else []
+        try:
+            answer = _answer(lm, turns or line, args, options, out)
+        except ValueError as error:  # one that cannot be answered does not end the conversation
+            common.warn(str(error))
+            turns = turns[:-1]
+            continue
+        turns = [*turns, {"role": "assistant", "content": answer.text}] if turns else []
+    if person:
+        out.print()
+
+
+def _answer(lm: Any, prompt: Any, args: argparse.Namespace, options: dict[str, Any], out: Console) -> Verification:
+    """Print an answer as it is written, then what the SDM layer says of it."""
+
+    def write(_: int, piece: str) -> None:
+        out.print(piece, end="", markup=False, soft_wrap=True)
+
+    streamed = options["search"] is None  # the answer of a search is known only at its end
+    more = {"on_text": write} if streamed else {}
+    try:
+        (v,) = lm.generate([prompt], alpha=args.alpha, neighbors=0, progress=not streamed, **more, **options)
+    except ValueError as error:
+        raise ValueError(str(error).replace("Prompt 0", "This")) from error
+    if not streamed:
+        write(0, v.text)
+    out.print()
+    tries = f", {v.tries} tries" if v.tries > 1 else ""
+    out.print(f"{v.verdict}, {generate.decision(v)}{tries}.", style=generate.colour(v), markup=False, end=" ")
+    out.print(v.reason, style="dim", markup=False, soft_wrap=True)
+    found: Verification = v
+    return found

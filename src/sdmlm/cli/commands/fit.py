@@ -1,0 +1,128 @@
+"""`sdmlm fit`: from an embedding file to a saved estimator."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from sdmlm.cli import common
+
+if TYPE_CHECKING:
+    from sdmlm.estimator.embedding_files import Embeddings
+    from sdmlm.estimator.estimator import SDMEstimator
+
+EXAMPLES = """\
+  sdmlm fit train.npz --output runs/estimator
+  sdmlm fit train.parquet --calibration held-out.parquet --output runs/estimator --report runs/fit.html
+  sdmlm fit train.jsonl --output runs/small --exemplar-dim 128 --learning-rate 1e-3 --epochs 50 --rounds 3 --json"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "fit an estimator on labelled embeddings and save it"
+    parser = common.add_command(subparsers, "fit", help, EXAMPLES)
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP)
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to save into")
+    parser.add_argument("--calibration", metavar="FILE", help="fixed calibration split (default: random halves)")
+    parser.add_argument("--force", action="store_true", help="replace an estimator already saved in DIR")
+    parser.add_argument("--report", metavar="FILE.html", help="write an HTML report on the calibration points")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    common.add_estimator_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Fit, save, report, summarise."""
+    from sdmlm.estimator.embedding_files import read_embeddings
+    from sdmlm.estimator.estimator import SDMEstimator
+
+    common.check_output_folder(args.output, args.force)
+    common.check_output_file(args.report, ".html")
+    data = read_embeddings(args.embeddings)
+    estimator = SDMEstimator(alpha=args.alpha, **common.estimator_parameters(args))
+    y = common.labels_to_fit(data, args.embeddings)
+    documents, calibration = data.documents(), None
+    if args.calibration is not None:
+        held = read_embeddings(args.calibration, data.class_names)
+        calibration = _calibration(held, args.calibration, data)
+        documents.update(zip(calibration[2], held.texts or [], strict=False))
+    estimator.fit(data.X, y, data.ids, calibration, documents, data.class_names)
+    estimator.save_pretrained(args.output)
+    if args.report:
+        from sdmlm.report import write_report
+
+        title = f"SDM estimator fitted on {args.embeddings}"
+        write_report(args.report, estimator, title=title, class_names=data.class_names)
+    facts = summary(estimator, data.class_names)
+    if args.json:
+        common.print_json({"output": args.output, "report": args.report, **facts})
+    else:
+        _show(args, facts)
+
+
+def _calibration(held: Embeddings, path: str, data: Embeddings) -> tuple[Any, Any, list[int | str]]:
+    """(X, y, ids) of the calibration split; ids that both files use (each may count from 0) are told apart by a prefix."""
+    ids: list[int | str] = list(held.ids)
+    if set(ids) & set(data.ids):
+        ids = [f"calibration:{i}" for i in ids]
+    return held.X, common.labels_of(held, path), ids
+
+
+def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
+    """What came of the fit, over the calibration points of the best round."""
+    from sdmlm.estimator.activation import sdm_losses
+    from sdmlm.estimator.layer import ALPHA_GRID
+
+    ca, region = estimator.layers_[0].calibration, estimator.region_
+    losses = sdm_losses(ca.z, ca.q, ca.d, ca.labels).numpy()
+    labels, right = ca.labels.numpy(), (ca.predictions == ca.labels).numpy()
+    inside, strange = region.contains(ca.q_prime, ca.p, ca.predictions).numpy(), (ca.q == 0).numpy()
+    classes = {}
+    for c, name in enumerate(names):
+        own = labels == c
+        classes[name] = {
+            "points": own.sum(),
+            "loss": losses[own].mean(),
+            "accuracy": right[own].mean(),
+            "psi": region.psi[c],
+            "accepted": (own & inside).sum(),
+            "accuracy_accepted": right[own & inside].mean() if (own & inside).any() else None,
+        }
+    layer = estimator.layers_[0]
+    return {
+        **common.region_facts(region, names),
+        # The first from above: a region costs a run of Algorithm 1.
+        "highest_alpha": next((a for a in reversed(ALPHA_GRID) if math.isfinite(layer.region(a).q_min)), None),
+        "loss": estimator.loss_,
+        "rounds": len(estimator.layers_) if estimator.ensemble else estimator.rounds,
+        "support": len(estimator.layers_[0].support),
+        "calibration": {
+            "points": len(labels),
+            "accepted": inside.sum(),
+            "out_of_distribution": strange.sum(),
+            "accuracy": right.mean(),
+            "accuracy_accepted": right[inside].mean() if inside.any() else None,
+            "classes": classes,
+        },
+    }
+
+
+def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    out, ca = common.console(args), facts["calibration"]
+    columns = ("class", "points", "loss", "accuracy", "psi", "accepted", "accuracy accepted")
+    table = common.rich_table("Calibration points", columns, left=["class"])
+    for name, row in ca["classes"].items():
+        accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
+        accepted = common.percent(row["accepted"], row["points"])
+        numbers = f"{row['loss']:.4f}", f"{row['accuracy']:.1%}", common.number(row["psi"])
+        table.add_row(Text(name), str(row["points"]), *numbers, accepted, accuracy)
+    out.print(table)
+    share = common.percent(ca["accepted"], ca["points"])
+    out.print(f"alpha {facts['alpha']:g}: q'min {common.number(facts['q_min'])}, balanced loss {facts['loss']:.4f}")
+    out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
+    if not ca["accepted"]:
+        common.warn(f"{common.nothing_accepted(facts)}, a higher learning rate or more data.")
+    out.print(f"Saved to {args.output}." + (f" Report: {args.report}." if args.report else ""), markup=False)

@@ -1,0 +1,216 @@
+"""`sdmlm generate`: answers of an SDM language model with their verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdmlm.cli import common
+from sdmlm.storage.text_files import decode, json_lines
+
+if TYPE_CHECKING:
+    from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.generation.search import SearchPolicy
+    from sdmlm.generation.verification import Verification
+
+EXAMPLES = """\
+  sdmlm generate runs/lm --prompts prompts.txt
+  sdmlm generate runs/lm --prompts prompts.jsonl --alpha 0.9 --search resample --budget 4 --output answers.jsonl
+  echo "Say hello." | sdmlm generate runs/lm --prompts - --json | jq 'select(.verified) | .text'"""
+
+_SHOWN = 20  # answers in the table; all of them go to --output
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "answer prompts, each answer with its verdict"
+    parser = common.add_command(subparsers, "generate", help, EXAMPLES)
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="F",
+        help=".txt (one prompt a line), .jsonl (objects with `prompt`: text or a conversation), or - for stdin, either way",
+    )
+    add_model(parser)
+    add_writing(parser)
+    add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model and how it judges."""
+    parser.add_argument("model", metavar="DIR", help="folder of an SDM language model, or its name on the Hub")
+    parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the model's")
+    parser.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
+
+
+def add_writing(parser: argparse.ArgumentParser, calibrating: bool = False) -> None:
+    """How the LM writes; to calibrate a search, it must be named, and its chance is always the same."""
+    group = parser.add_argument_group("writing")
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="bound of an answer (as the SDM layer was fitted)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest tokens (1)")
+    if not calibrating:
+        group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; may be given again")
+    group.add_argument(
+        "--search",
+        choices=("resample", "reprompt", "continue"),
+        required=calibrating,
+        help="further tries where an answer is not verified",
+    )
+    group.add_argument("--budget", type=int, default=4, metavar="N", help="further tries a prompt, with --search (4)")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Where the answers go."""
+    parser.add_argument("--output", metavar="FILE.jsonl", help="write one JSON object a prompt")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+    parser.add_argument(
+        "--neighbors", type=int, default=3, metavar="N", help="support documents as evidence in JSON (3)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate, write, show."""
+    common.check_output_file(args.output, ".jsonl")
+    rows = read_prompts(args.prompts)
+    options = writing(args)
+    lm = load(args)
+    found = lm.generate([row["prompt"] for row in rows], alpha=args.alpha, neighbors=args.neighbors, **options)
+    show(args, rows, found)
+
+
+def writing(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_writing` gave, as options of SDMLanguageModel.generate; refused here where no answer could be written so."""
+    from sdmlm.estimator.region import check_alpha
+    from sdmlm.generation.verification import Sampling, check_whole
+
+    Sampling(
+        1 if args.max_new_tokens is None else args.max_new_tokens, args.temperature, args.top_p, tuple(args.stop or ())
+    )
+    check_whole("seed", args.seed, 0)
+    if args.alpha is not None:
+        check_alpha(args.alpha)
+    names = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
+    return {**{name: getattr(args, name) for name in names}, "search": policy(args)}
+
+
+def policy(args: argparse.Namespace) -> SearchPolicy | None:
+    """The search that was asked for."""
+    if args.search is None:
+        return None
+    from sdmlm.generation.search import SearchPolicy
+
+    return SearchPolicy(args.search, args.budget)
+
+
+def load(args: argparse.Namespace) -> SDMLanguageModel:
+    """The model."""
+    from sdmlm.cli.commands.calibrate import require_transformers
+
+    require_transformers()
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+    return SDMLanguageModel.from_pretrained(args.model, device=common.checked_device(args.device))
+
+
+# In
+
+
+def read_prompts(source: str) -> list[dict[str, Any]]:
+    """Rows with a prompt from a .txt or .jsonl file, or from stdin, which is JSON lines if it begins with a brace."""
+    text = read_text(source)
+    if source.endswith(".jsonl") or (source == "-" and text.lstrip().startswith("{")):
+        return parse_objects(text, source, ("prompt",))
+    if source != "-" and not source.endswith(".txt"):
+        raise ValueError(f"{source} is of an unknown kind: prompts are read from .txt or .jsonl files, or from -.")
+    prompts = [{"prompt": line} for each in text.split("\n") if (line := each.removesuffix("\r")).strip()]
+    if not prompts:
+        raise ValueError(f"{name_of(source)} is empty: it holds no prompts.")
+    return prompts
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin (-)."""
+    if source != "-" and Path(source).is_dir():
+        raise ValueError(f"{source} is a folder: name a file.")
+    content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    return decode(content, name_of(source))
+
+
+def parse_objects(text: str, source: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Objects of JSON lines that have all these fields."""
+    rows = []
+    for where, row in json_lines(text, name_of(source)):
+        missing = [field for field in fields if field not in row]
+        if missing:
+            raise ValueError(f"{where}: {missing[0]!r} is missing.")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{name_of(source)} is empty: it holds no rows.")
+    return rows
+
+
+def name_of(source: str) -> str:
+    return "stdin" if source == "-" else source
+
+
+# Out
+
+
+def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], found: Sequence[Verification]) -> None:
+    """Write and print answers; each JSON object begins with the fields of its row, except those that are ours."""
+    from sdmlm.storage.artifacts import write_text_atomically
+
+    lines = [common.to_json({**row, **v.to_dict()}) for row, v in zip(rows, found, strict=True)]
+    if args.output:
+        write_text_atomically(args.output, "".join(line + "\n" for line in lines))
+    if not all(v.calibrated for v in found):
+        common.warn("this search is not calibrated for this model, so answers may be accepted too easily.")
+    if args.json:
+        for line in lines:
+            print(line)
+        return
+    out = common.console(args)
+    for n, (row, v) in enumerate(zip(rows[:_SHOWN], found, strict=False)):
+        _show_one(out, n, row["prompt"], v)
+    if len(found) > _SHOWN:
+        out.print(f"... and {len(found) - _SHOWN} more" + ("." if args.output else ": give --output to see all."))
+    accepted, verified = sum(v.accepted for v in found), sum(v.verified for v in found)
+    share = common.percent(verified, len(found))
+    word = found[0].yes
+    out.print(
+        f'{verified} of {len(found)} answers ({share}) are verified: accepted as "{word}" at alpha {found[0].alpha:g}. '
+        f"{accepted - verified} are accepted as wrong, {len(found) - accepted} rejected.",
+        markup=False,
+    )
+    if args.output:
+        out.print(f"Written: {args.output}.", markup=False)
+
+
+def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:
+    """The decision in colour, what was asked, the answer, and why."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    out.print(Text.assemble(f"{n}  ", (f"{v.verdict}, {decision(v)}", colour(v))))
+    asked, answer = (text.strip() if len(text) <= 300 else text[:300].strip() + "..." for text in (asked, v.text))
+    for name, text in (("asked:  ", asked), ("answer: ", answer), ("why:    ", v.reason)):
+        out.print(Padding(Text.assemble((name, "dim"), text), (0, 0, 0, 3)))
+
+
+def decision(v: Verification) -> str:
+    """One or three words."""
+    return "accepted" if v.accepted else "out of distribution" if v.out_of_distribution else "rejected"
+
+
+def colour(v: Verification) -> str:
+    """Green for what may be used, red for what is accepted as wrong, yellow for what a person has to look at."""
+    return "green" if v.verified else "red" if v.accepted else "yellow"

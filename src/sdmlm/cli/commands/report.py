@@ -1,0 +1,58 @@
+"""`sdmlm report`: everything about a trained SDM language model in one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sdmlm.cli import common
+from sdmlm.storage.record import read_record
+
+EXAMPLES = """\
+  sdmlm report runs/demo/sdm_hn
+  sdmlm report runs/lm --output lm.html --alpha 0.9"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = common.add_command(subparsers, "report", "describe a trained SDM LM in one HTML file", EXAMPLES)
+    parser.add_argument("model", metavar="DIR", help="folder of an SDM language model")
+    parser.add_argument("--output", metavar="FILE.html", help="the file to write (DIR/report.html)")
+    parser.add_argument("--alpha", type=float, metavar="A", help="accuracy asked of the accepted (as calibrated)")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
+    from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.experiments.runs import read_evaluations
+    from sdmlm.finetuning.final_layer import layer_metrics, layer_sha256, read_final_layer_facts
+    from sdmlm.generation.feedback import load_feedback, with_feedback
+    from sdmlm.generation.search_calibration import load_searches
+    from sdmlm.report.language_model import write_report
+    from sdmlm.storage.artifacts import SDM_FOLDER
+
+    folder = Path(args.model)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name that of an SDM language model.")
+    output = args.output or str(folder / "report.html")
+    common.check_output_file(output, ".html")
+    sdm = folder / SDM_FOLDER
+    facts = read_final_layer_facts(sdm)
+    estimator = SDMEstimator.from_pretrained(sdm)
+    if args.alpha is not None:
+        estimator.recalibrate(args.alpha)
+    feedback = load_feedback(sdm, facts["fingerprint"])
+    estimator = with_feedback(estimator, feedback.items)
+    digest = estimator.digest()
+    searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
+    runs, others = read_evaluations(folder, layer_sha256(sdm))
+    for path in others:
+        common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
+    write_report(output, folder.name, estimator, facts, read_record(folder), runs, searches, len(feedback.items))
+    if args.json:
+        common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})
+        return
+    common.console(args).print(f"Written: {output}", markup=False, soft_wrap=True)

@@ -1,0 +1,38 @@
+"""`sdmlm verify`: verdicts on answers that somebody else wrote."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sdmlm.cli import common
+from sdmlm.cli.commands import generate
+
+EXAMPLES = """\
+  sdmlm verify runs/lm --data answers.jsonl
+  sdmlm verify runs/lm --data answers.jsonl --alpha 0.9 --output verdicts.jsonl
+  other-model | sdmlm verify runs/lm --data - --json | jq 'select(.verified) | .text'"""
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    help = "judge answers written by anyone: a person, another model, an API"
+    parser = common.add_command(subparsers, "verify", help, EXAMPLES)
+    parser.add_argument(
+        "--data", required=True, metavar="F", help=".jsonl (or - for stdin) of objects with `prompt` and `completion`"
+    )
+    generate.add_model(parser)
+    generate.add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Judge, write, show."""
+    common.check_output_file(args.output, ".jsonl")
+    if args.data != "-" and not args.data.endswith(".jsonl"):
+        raise ValueError(f"{args.data} is of an unknown kind: answers are read from .jsonl files, or from -.")
+    rows = generate.parse_objects(generate.read_text(args.data), args.data, ("prompt", "completion"))
+    lm = generate.load(args)
+    prompts, completions = ([row[name] for row in rows] for name in ("prompt", "completion"))
+    found = lm.verify(prompts, completions, alpha=args.alpha, neighbors=args.neighbors)
+    generate.show(args, rows, found)

@@ -1,0 +1,228 @@
+"""What several commands share: options, reading and saving, and what goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from rich.console import Console
+    from rich.table import Table
+
+    from sdmlm.estimator.embedding_files import Embeddings
+    from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.estimator.region import HighReliabilityRegion
+    from sdmlm.estimator.scores import Scores
+
+_SCORE_BLOCK = 20_000  # rows scored between two steps of the progress bar
+
+EMBEDDINGS_HELP = "embedding file: .npz (X, y, ids, texts), .parquet or .jsonl (embedding, label, id, text)"
+
+
+# Options
+
+
+def add_command(subparsers: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
+    """A subcommand with its examples below the options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def add_estimator_options(parser: argparse.ArgumentParser) -> None:
+    """The parameters of SDMEstimator, with its defaults."""
+    group = parser.add_argument_group("estimator")
+    group.add_argument("--alpha", type=float, default=0.95, metavar="A", help="accuracy asked of the accepted (0.95)")
+    group.add_argument("--exemplar-dim", type=int, default=1000, metavar="M", help="width of exemplar vectors (1000)")
+    group.add_argument("--epochs", type=int, default=200, metavar="N", help="epochs of each round (200)")
+    group.add_argument("--batch-size", type=int, default=50, metavar="N", help="batch size (50)")
+    group.add_argument("--learning-rate", type=float, default=1e-5, metavar="R", help="Adam learning rate (1e-5)")
+    group.add_argument("--rounds", type=int, default=10, metavar="J", help="rounds of fresh splits and weights (10)")
+    group.add_argument("--center", choices=("global", "feature"), default="global", help="standardisation (global)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same result (0)")
+    group.add_argument("--ensemble", action="store_true", help="keep all rounds; accept what all of them accept")
+    group.add_argument("--max-q", type=int, metavar="N", help="cap on q (none)")
+    group.add_argument("--index", choices=("exact", "faiss"), default="exact", help="neighbour search (exact)")
+    group.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
+
+
+def estimator_parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_estimator_options` gave, as parameters of SDMEstimator, except alpha."""
+    names = "exemplar_dim epochs batch_size learning_rate rounds center seed ensemble max_q index"
+    parameters = {name: getattr(args, name) for name in names.split()}
+    return {**parameters, "device": checked_device(args.device)}
+
+
+def checked_device(device: str | None) -> str | None:
+    """The device, if torch can use it here."""
+    if device is not None:
+        import torch
+
+        try:
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"The device {device!r} cannot be used here: try --device cpu.") from error
+    return device
+
+
+# In
+
+
+def labels_of(data: Embeddings, path: str, n_classes: int | None = None) -> NDArray[np.int64]:
+    """The labels of a file, all of them among the classes."""
+    y = data.labels(path)
+    n_classes = len(data.class_names) if n_classes is None else n_classes
+    wrong = ((y < 0) | (y >= n_classes)).nonzero()[0]
+    if len(wrong):
+        names = ", ".join(data.class_names[:10]) + (", ..." if len(data.class_names) > 10 else "")
+        raise ValueError(f"{path} has {len(wrong)} labels outside the classes ({names}), the first in row {wrong[0]}.")
+    return y
+
+
+def labels_to_fit(data: Embeddings, path: str) -> NDArray[np.int64]:
+    """The labels of a file to fit on: of at least two classes."""
+    y = labels_of(data, path)
+    if len(set(y.tolist())) == 1:
+        raise ValueError(f"{path} holds only one class ({data.class_names[int(y[0])]}): at least two are needed.")
+    return y
+
+
+def nothing_accepted(facts: dict[str, Any]) -> str:
+    """The beginning of a remark on a region in which nothing lies, with the first thing to try."""
+    highest = facts["highest_alpha"]
+    lower = f"a lower --alpha (up to {highest:g} there is a region)" if highest else "another --exemplar-dim"
+    return f"nothing will be accepted at this alpha: try {lower}"
+
+
+def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
+    """A saved estimator and the names of its classes (their numbers, where it was saved without names)."""
+    from sdmlm.estimator.estimator import SDMEstimator
+
+    estimator = SDMEstimator.from_pretrained(folder)
+    return estimator, estimator.class_names_ or [str(c) for c in estimator.classes_]
+
+
+def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
+    """estimator.score under a progress bar, some thousands of rows at a time."""
+    import numpy as np
+
+    from sdmlm.estimator.scores import Scores
+    from sdmlm.storage.progress import track
+
+    starts = range(0, max(1, len(X)), _SCORE_BLOCK)
+    parts = [estimator.score(X[start : start + _SCORE_BLOCK]) for start in track(starts, "Scoring")]
+    fields = [field.name for field in dataclasses.fields(Scores)]
+    return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+
+
+# Out
+
+
+def check_output_file(path: str | None, *suffixes: str) -> None:
+    """Refuse a file that could not be written before any work is done for it."""
+    if path is None:
+        return
+    if suffixes and Path(path).suffix not in suffixes:
+        raise ValueError(f"{path} must end in {' or '.join(suffixes)}.")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: name a file.")
+    _check_writable(Path(path).parent)
+
+
+def check_output_folder(folder: str, force: bool = False) -> None:
+    """Refuse a folder to save an estimator into that holds something else, or an estimator (unless forced)."""
+    from sdmlm.estimator.persistence import KIND
+    from sdmlm.storage.artifacts import CONFIG
+
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder to save into.")
+    if path.is_dir() and any(path.iterdir()):
+        try:
+            kind = json.loads((path / CONFIG).read_text(encoding="utf-8"))["kind"]
+        except (OSError, ValueError, KeyError, TypeError):
+            kind = None
+        if kind != KIND:
+            raise ValueError(f"{folder} holds something else than a saved estimator: name another folder.")
+        if not force:
+            raise ValueError(f"{folder} already holds a saved estimator: give --force to replace it.")
+    _check_writable(path)
+
+
+def _check_writable(folder: Path) -> None:
+    """Whether files can be made in a folder, or the folder itself in the nearest one that exists."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{there} cannot be written to: name another place.")
+
+
+def console(args: argparse.Namespace) -> Console:
+    """Where text for people goes: stdout, but stderr where stdout carries JSON."""
+    from rich.console import Console
+
+    return Console(stderr=bool(getattr(args, "json", False)), highlight=False)
+
+
+def rich_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+    """An empty table; the columns in `left` hold words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """JSON as the standard has it: null for NaN and infinities, numbers of NumPy as plain ones."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def region_facts(region: HighReliabilityRegion, names: Sequence[str]) -> dict[str, Any]:
+    """The high-reliability region as plain values."""
+    return {"alpha": region.alpha, "q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
+
+
+def percent(part: int, whole: int) -> str:
+    """part of whole as a percentage, "-" where there is nothing to share."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def number(value: float) -> str:
+    """Four digits, "none" where there is no such number."""
+    return f"{value:.4g}" if math.isfinite(value) else "none"
+
+
+def warn(message: str) -> None:
+    """A remark for the person at the terminal, on stderr."""
+    print(f"sdmlm: {message}", file=sys.stderr)

@@ -1,0 +1,110 @@
+"""The `sdmlm` command. Each subcommand lives in `sdmlm.cli.commands`; here is what they have in common."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from sdmlm import __version__
+from sdmlm.cli.commands import (
+    calibrate,
+    calibrate_search,
+    certify,
+    chat,
+    compare,
+    data,
+    demo,
+    explain,
+    fit,
+    generate,
+    replicate,
+    report,
+    score,
+    serve,
+    train,
+    verify,
+)
+
+EXAMPLES = """\
+examples:
+  sdmlm demo                                        a first look, nothing to download
+  sdmlm fit train.npz --output runs/estimator       fit and save
+  sdmlm score runs/estimator test.npz               accept or reject
+  sdmlm explain runs/estimator test.npz --rows 0-3  why
+  sdmlm compare train.npz --output runs/compare     against softmax, temperature, APS, RAPS
+  sdmlm certify runs/estimator fresh.npz            a guarantee, from fresh points
+  sdmlm data word-ordering --sentences F --output DIR        rows for a task
+  sdmlm train --model M --data rows.jsonl --output runs/lm   fine-tune a language model
+  sdmlm calibrate runs/lm --data rows.jsonl         give a language model an SDM layer
+  sdmlm calibrate-search runs/lm --data rows.jsonl --search resample   further tries, calibrated
+  sdmlm replicate recipes/demo --output runs/replica         the paper's experiments and tables
+  sdmlm generate runs/lm --prompts prompts.txt      answers with verdicts
+  sdmlm verify runs/lm --data answers.jsonl         verdicts on anybody's answers
+  sdmlm chat runs/lm                                ask, answer by answer
+  sdmlm serve runs/lm                               OpenAI's API with verdicts, and a page
+
+`sdmlm COMMAND --help` shows the options and examples of a command."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    parser = argparse.ArgumentParser(
+        prog="sdmlm",
+        description="Know which predictions can be accepted without a person looking.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sdmlm {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in (
+        fit,
+        score,
+        explain,
+        compare,
+        certify,
+        demo,
+        data,
+        train,
+        calibrate,
+        calibrate_search,
+        generate,
+        verify,
+        chat,
+        replicate,
+        report,
+        serve,
+    ):
+        command.add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0, or 2 with one sentence on stderr for bad input, trouble with files, or an interruption.
+
+    Anything else is a bug and shows its traceback.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell counts SIGPIPE
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "interrupted; nothing was left half-written.")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}.")
+    except MemoryError:
+        return _fail("not enough memory: try fewer rows at once.")
+    except ValueError as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"sdmlm: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,1 @@
+"""The SDM estimator: tensors in, decisions out. Nothing here imports transformers."""

@@ -1,0 +1,117 @@
+"""SDMClassifier: the SDM estimator with scikit-learn's manners."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from sdmlm.estimator.estimator import SDMEstimator
+from sdmlm.estimator.scores import Scores
+
+
+class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier that knows when not to answer. Parameters are those of `SDMEstimator`; labels may be anything.
+
+    `predict` always answers. `predict_selective` also says which answers lie in the high-reliability region, where
+    accuracy is estimated to be at least alpha by class and by prediction.
+
+    >>> from sklearn.datasets import load_iris
+    >>> X, y = load_iris(return_X_y=True)
+    >>> classifier = SDMClassifier(alpha=0.9, exemplar_dim=32, epochs=30, learning_rate=0.01, rounds=1).fit(X, y)
+    >>> labels, accepted = classifier.predict_selective(X[:3])
+    >>> labels
+    array([0, 0, 0])
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.95,
+        exemplar_dim: int = 1000,
+        epochs: int = 200,
+        batch_size: int = 50,
+        learning_rate: float = 1e-5,
+        rounds: int = 10,
+        center: str = "global",
+        seed: int = 0,
+        device: Any = None,
+        ensemble: bool = False,
+        max_q: int | None = None,
+        index: str = "exact",
+        progress: bool = False,
+    ) -> None:
+        self.alpha = alpha
+        self.exemplar_dim = exemplar_dim
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.rounds = rounds
+        self.center = center
+        self.seed = seed
+        self.device = device
+        self.ensemble = ensemble
+        self.max_q = max_q
+        self.index = index
+        self.progress = progress
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> SDMClassifier:
+        """Fit on vectors X (N, D) and labels y (N,) of any kind; each class needs at least two points."""
+        X, y = validate_data(self, X, y, dtype=np.float32)
+        check_classification_targets(y)
+        self.classes_, encoded = np.unique(y, return_inverse=True)
+        names = inspect.signature(SDMEstimator.__init__).parameters
+        self.estimator_ = SDMEstimator(**{name: getattr(self, name) for name in names if name != "self"})
+        self.estimator_.fit(X, encoded)
+        return self
+
+    def scores(self, X: ArrayLike) -> Scores:
+        """Everything the estimator says about X; its predictions are indices into `classes_`."""
+        check_is_fitted(self)
+        return self.estimator_.score(validate_data(self, X, dtype=np.float32, reset=False))
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """The class with the largest z', for every point, accepted or not."""
+        return self._labels(self.scores(X))
+
+    def predict_selective(self, X: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """(labels, accepted): the predictions and which of them lie in the high-reliability region."""
+        scores = self.scores(X)
+        return self._labels(scores), scores.accepted
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """The SDM output, (N, C).
+
+        Far from the support it is uniform. The predicted class then stands out by a rounding error, so that
+        the largest entry is the prediction here as with every scikit-learn classifier.
+        """
+        scores = self.scores(X)
+        return _led_by(scores.p.copy(), scores.prediction, least=0.0)
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
+        """The logits of the SDM output, d ln(2+q) z', (N, C); for two classes their difference (N,).
+
+        They order points as `predict_proba` does, and where d = 0 they too keep a trace of the prediction.
+        """
+        scores = self.scores(X)
+        logits = scores.z * (scores.d * np.log(2.0 + scores.q))[:, None]
+        logits = _led_by(logits, scores.prediction, least=-np.inf)
+        decision: NDArray[np.float64] = logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits
+        return decision
+
+    def _labels(self, scores: Scores) -> NDArray[Any]:
+        labels: NDArray[Any] = self.classes_[scores.prediction]
+        return labels
+
+
+def _led_by(values: NDArray[np.float64], prediction: NDArray[np.int64], least: float) -> NDArray[np.float64]:
+    """Where the prediction shares the largest value with other classes, these give way by one rounding error."""
+    rows = np.arange(len(values))
+    top = values[rows, prediction]
+    tied = values >= top[:, None]
+    tied[rows, prediction] = False
+    return np.where(tied, np.nextafter(np.broadcast_to(top[:, None], values.shape), least), values)

@@ -1,0 +1,166 @@
+"""Embedding files: .npz, .parquet or .jsonl with vectors, labels and what belongs to them (docs/data-formats.md).
+
+| meaning                     | .npz array             | .parquet / .jsonl column |
+|-----------------------------|------------------------|--------------------------|
+| vectors (N, D), required    | X or embeddings        | embedding                |
+| labels, numbers or strings  | y or labels            | label                    |
+| document ids                | ids                    | id                       |
+| texts, for explanations     | texts                  | text                     |
+| the LM's own logits (N, C)  | logits                 | logits                   |
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdmlm.storage.text_files import decode, json_lines, parquet_table
+
+_NAMES = {
+    "embedding": ("X", "embeddings"),
+    "label": ("y", "labels"),
+    "id": ("ids",),
+    "text": ("texts",),
+    "logits": ("logits",),
+}
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The contents of an embedding file. `y` are class indices into `class_names`, -1 for a label that is not there."""
+
+    X: NDArray[np.float32]
+    y: NDArray[np.int64] | None
+    class_names: list[str]
+    ids: list[int | str]
+    texts: list[str] | None
+    logits: NDArray[np.float64] | None
+
+    def __len__(self) -> int:
+        return len(self.X)
+
+    def documents(self) -> dict[int | str, str]:
+        """id -> text, empty where the file has no texts."""
+        return dict(zip(self.ids, self.texts or [], strict=False))
+
+    def labels(self, path: str | Path) -> NDArray[np.int64]:
+        """The labels, or a ValueError that names the file if it has none."""
+        if self.y is None:
+            raise ValueError(f"{path} has no labels: add an array y (.npz) or a column label.")
+        return self.y
+
+
+def read_embeddings(path: str | Path, class_names: Sequence[str] | None = None) -> Embeddings:
+    """Read an embedding file; `class_names` are those of a fitted estimator, default: the labels found, sorted.
+
+    Whole-number labels are class indices as they stand (0..C-1). Any other labels are named classes.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: name an .npz, .parquet or .jsonl file of embeddings."
+        )
+    readers = {".npz": _read_npz, ".parquet": _read_parquet, ".jsonl": _read_jsonl}
+    if path.suffix not in readers:
+        raise ValueError(f"{path} is of an unknown kind: embeddings are read from .npz, .parquet or .jsonl files.")
+    columns = readers[path.suffix](path)
+    X = _matrix(columns.get("embedding"), path, "embeddings", np.float32)
+    if X is None:
+        raise ValueError(f"{path} has no embeddings: an .npz needs an array X, other files a column embedding.")
+    if X.size == 0:
+        raise ValueError(f"{path} is empty: it holds no embeddings.")
+    n = len(X)
+    for name, column in columns.items():
+        shape = np.shape(column) if isinstance(column, np.ndarray) else (len(column),)
+        if name in ("label", "id", "text") and len(shape) != 1:
+            raise ValueError(f"{path} has {name}s of shape {shape}: give one {name} per row.")
+        if column is not None and len(column) != n:
+            raise ValueError(f"{path} has {n} embeddings but {len(column)} entries of {name}: they must match.")
+    ids = columns.get("id")
+    texts = columns.get("text")
+    y, names = _labels(columns.get("label"), class_names, path)
+    return Embeddings(
+        X,
+        y,
+        names,
+        list(range(n))
+        if ids is None
+        else [i if isinstance(i, (int, str)) else str(i) for i in np.asarray(ids).tolist()],
+        None if texts is None else [str(t) for t in texts],
+        _matrix(columns.get("logits"), path, "logits", np.float64),
+    )
+
+
+def _labels(values: Any, class_names: Sequence[str] | None, path: Path) -> tuple[NDArray[np.int64] | None, list[str]]:
+    if values is None:
+        return None, list(class_names or [])
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        raise ValueError(f"{path} has labels that are missing (NaN): give every row a label.")
+    if array.dtype.kind == "f" and (array == np.floor(array)).all():
+        array = array.astype(np.int64)
+    if array.dtype.kind in "iub":
+        y = array.astype(np.int64)
+        if y.ndim != 1:
+            raise ValueError(f"{path} has labels of shape {y.shape}: give one label per row.")
+        # A label beyond the number of rows is refused when fitting; naming all classes up to it could take gigabytes.
+        found = [str(c) for c in range(min(int(y.max()) + 1, len(y)))]
+        return y, list(class_names or found)
+    if any(v is None for v in array.tolist()):
+        raise ValueError(f"{path} has rows without a label: give every row a label.")
+    words = [str(v) for v in array.tolist()]
+    names = list(class_names or sorted(set(words)))
+    where = {name: i for i, name in enumerate(names)}
+    return np.array([where.get(word, -1) for word in words]), names
+
+
+def _matrix(values: Any, path: Path, name: str, dtype: Any) -> NDArray[Any] | None:
+    if values is None:
+        return None
+    try:
+        matrix = np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has {name} of different lengths, or that are not numbers.") from error
+    if matrix.ndim != 2 and matrix.size:
+        raise ValueError(f"{path} has {name} of shape {matrix.shape}: they must be a matrix, one row per document.")
+    return matrix
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty.")
+    try:
+        opened = np.load(path, allow_pickle=False)
+        if not isinstance(opened, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array, not named ones")
+        with opened as archive:
+            found = {meaning: next((n for n in names if n in archive), None) for meaning, names in _NAMES.items()}
+            return {meaning: archive[name] for meaning, name in found.items() if name is not None}
+    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a readable .npz file (object arrays are refused): {error}.") from error
+
+
+def _read_parquet(path: Path) -> dict[str, Any]:
+    table = parquet_table(path, path)
+    return {name: table.column(name).to_pylist() for name in _NAMES if name in table.column_names}
+
+
+def _read_jsonl(path: Path) -> dict[str, Any]:
+    rows = [row for _, row in json_lines(decode(path.read_bytes(), path), path, " with the key embedding")]
+    if not rows:
+        raise ValueError(f"{path} is empty: it holds no embeddings.")
+    columns = {}
+    for name in _NAMES:
+        missing = [i for i, row in enumerate(rows, start=1) if row.get(name) is None]
+        if missing and len(missing) < len(rows):
+            raise ValueError(f"{path}, row {missing[0]}: {name} is missing although other rows have it.")
+        if not missing:
+            columns[name] = [row[name] for row in rows]
+    return columns

@@ -1,0 +1,133 @@
+"""A fitted SDMEstimator on disk: one folder of JSON and safetensors (docs/data-formats.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdmlm import __version__
+from sdmlm.estimator.adaptor import ExemplarAdaptor
+from sdmlm.estimator.layer import SDMLayer
+from sdmlm.estimator.region import DistanceCDF, check_alpha
+from sdmlm.estimator.validation import check_parameters, plain_id
+from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER, read_artifact, write_artifact
+
+if TYPE_CHECKING:
+    from sdmlm.estimator.estimator import SDMEstimator
+
+KIND, VERSION = "sdmlm estimator", 1
+_NOT_SAVED = ("self", "device", "progress")  # they belong to the machine, not to what was fitted
+
+
+def save(estimator: SDMEstimator, folder: str | Path) -> None:
+    """Write everything that was fitted, in one atomic step."""
+    names = [name for name in inspect.signature(type(estimator).__init__).parameters if name not in _NOT_SAVED]
+    config = {
+        "sdmlm_version": __version__,
+        "parameters": {name: plain_id(getattr(estimator, name)) for name in names},  # NumPy scalars as plain ones
+        "alpha": estimator.alpha_,
+        "n_classes": len(estimator.classes_),
+        "class_names": estimator.class_names_,
+        "n_features": estimator.n_features_in_,
+        "rounds": [{"loss": layer.loss, "history": layer.history} for layer in estimator.layers_],
+    }
+    ids = [{"support": layer.support_ids, "calibration": layer.calibration_ids} for layer in estimator.layers_]
+    documents = [[key, text] for key, text in estimator.documents_.items()]
+    write_artifact(folder, KIND, VERSION, config, _tensors(estimator), {"ids": ids, "documents": documents})
+
+
+def load(cls: type[SDMEstimator], folder: str | Path, device: str | torch.device | None) -> SDMEstimator:
+    """Read what `save` wrote, after checking version, checksums and shapes."""
+    if (Path(folder) / SDM_FOLDER / CONFIG).is_file():
+        raise ValueError(f"{folder} is a language model: its SDM layer is {Path(folder) / SDM_FOLDER}.")
+    config, tensors, texts = read_artifact(folder, KIND, VERSION)
+    try:
+        estimator = cls(**config["parameters"], device=device)
+        check_parameters(estimator)
+        n_classes, n_features = int(config["n_classes"]), int(config["n_features"])
+        estimator.alpha_ = check_alpha(config["alpha"])
+        layers = [
+            _load_layer(estimator, f"layer.{i}.", tensors, n_classes, n_features, texts["ids"][i], metadata)
+            for i, metadata in enumerate(config["rounds"])
+        ]
+        estimator.documents_ = dict(texts["documents"])
+        estimator.class_names_ = config["class_names"]
+        if estimator.class_names_ is not None and len(estimator.class_names_) != n_classes:
+            raise KeyError("the number of class names")
+    except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"{folder} is damaged ({error}): restore it from a copy or fit again.") from error
+    if not layers:
+        raise ValueError(f"{folder} is damaged (it holds no layer): restore it from a copy or fit again.")
+    estimator.layers_, estimator.classes_, estimator.n_features_in_ = layers, np.arange(n_classes), n_features
+    return estimator
+
+
+def digest(estimator: SDMEstimator) -> str:
+    """SHA-256 of everything that decisions depend on, except alpha."""
+    sha256 = hashlib.sha256(f"max_q={estimator.max_q}".encode())
+    for name, part in _tensors(estimator).items():
+        sha256.update(f"{name}{tuple(part.shape)}".encode())
+        sha256.update(part.detach().cpu().contiguous().numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def _tensors(estimator: SDMEstimator) -> dict[str, Tensor]:
+    """All fitted tensors by name."""
+    tensors = {}
+    for i, layer in enumerate(estimator.layers_):
+        adaptor = layer.adaptor
+        parts = {
+            "mean": adaptor.mean,
+            "std": adaptor.std,
+            "weight": adaptor.weight,
+            "bias": adaptor.bias,
+            "out_weight": adaptor.out_weight,
+            "out_bias": adaptor.out_bias,
+            "calibration.vectors": layer.calibration_vectors,
+            "calibration.z": layer.calibration.z,
+            "calibration.labels": layer.calibration.labels,
+            **{f"train_cdf.{c}": torch.from_numpy(v) for c, v in enumerate(layer.train_cdf.values)},
+            **{f"support.{name}": value for name, value in layer.support.state().items()},
+        }
+        tensors.update({f"layer.{i}.{name}": value for name, value in parts.items()})
+    return tensors
+
+
+def _load_layer(
+    estimator: SDMEstimator,
+    prefix: str,
+    tensors: dict[str, Tensor],
+    n_classes: int,
+    n_features: int,
+    ids: Any,
+    metadata: Any,
+) -> SDMLayer:
+    device = estimator.torch_device()
+    own = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+    names = ("mean", "std", "weight", "bias", "out_weight", "out_bias")
+    adaptor = ExemplarAdaptor(*(own[name] for name in names))
+    width = len(adaptor.bias)
+    if adaptor.weight.shape != (width, n_features) or adaptor.out_weight.shape != (n_classes, width):
+        raise KeyError("its weights have the wrong shape")
+    parts = {name.removeprefix("support."): t for name, t in own.items() if name.startswith("support.")}
+    support = estimator.make_support()(**parts)  # type: ignore[call-arg]
+    if len(support) != len(ids["support"]) or len(own["calibration.labels"]) != len(ids["calibration"]):
+        raise KeyError("ids and vectors differ in number")
+    return SDMLayer(
+        adaptor,
+        support,
+        DistanceCDF([own[f"train_cdf.{c}"].cpu().numpy() for c in range(n_classes)]),
+        own["calibration.vectors"],
+        own["calibration.z"],
+        own["calibration.labels"],
+        ids["support"],
+        ids["calibration"],
+        metadata["loss"],
+        metadata["history"],
+    )

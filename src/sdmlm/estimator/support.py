@@ -1,0 +1,394 @@
+"""The support set: exact Similarity q and distance to the nearest match (docs/method.md, 3.2).
+
+For a query with prediction c the support falls into two groups. *Matches* are correctly predicted as c; every other
+vector *ends the run*. q is the number of matches strictly nearer than the nearest vector that ends the run. So one pass
+over the run-enders finds that distance, one pass over the matches counts below it, and together the two passes are a
+single matrix product, block by block: no sort, no top-k, no cap, bounded memory.
+
+Distances come from |a|^2 + |b|^2 - 2ab, which is fast but inexact. Whatever lies within the rounding error of a decision
+is recomputed from the differences in double precision, so the answers are those of exact arithmetic on the given vectors
+(up to double-precision rounding), and a duplicate is at distance 0. Where that would be most of a batch (clusters that are
+tight beside their distance from each other), the batch starts again with products in double precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from sdmlm.estimator.activation import full_precision
+
+# Rounding errors of a length-M dot product grow like sqrt(M); eight standard deviations are never exceeded in practice
+# (Higham & Mary 2019: each one with probability below 1e-13).
+_SIGMAS = 8.0
+
+_LEAST, _MOST = 1e-25, 1e37  # squared norms with which products in float32 keep their relative precision
+_QUERY_BLOCK = 512  # queries a time: enough to keep the matrix product busy
+_SUPPORT_BLOCK = 4096  # support rows a time, fewer where memory_mb says so
+
+
+@dataclass(frozen=True)
+class SupportMatch:
+    """What the support says about N queries."""
+
+    q: Tensor  # (N,) int64: Similarity
+    d_nearest: Tensor  # (N,) float64: Euclidean distance to the nearest support vector, inf if there is none
+    nearest: Tensor  # (N,) int64: its index, -1 if there is none
+
+
+class SupportSet:
+    """Exemplar vectors (N, M) with true labels and predictions, both (N,).
+
+    Labels outside the classes are allowed: such a vector is never a match, it can only end a run (a known
+    out-of-distribution region). `max_q` caps q, as an index that returns so many neighbours would (the published code:
+    2048); by default q is uncapped. `memory_mb` bounds the temporary memory of a query whatever the sizes.
+    """
+
+    approximate = False
+
+    def __init__(
+        self,
+        vectors: ArrayLike | Tensor,
+        labels: ArrayLike | Tensor,
+        predictions: ArrayLike | Tensor,
+        max_q: int | None = None,
+        memory_mb: float = 64.0,
+    ) -> None:
+        self.max_q, self.memory_mb = max_q, memory_mb
+        vectors = as_vectors(vectors)
+        self._arrange(vectors, *_checked_labels(vectors, labels, predictions))
+
+    def _arrange(self, vectors: Tensor, labels: Tensor, predictions: Tensor) -> None:
+        """Group the rows: those that are never a match first (-1), then the matches of each class in turn."""
+        group = torch.where(labels == predictions, predictions, -1)
+        self._order = torch.argsort(group, stable=True)  # arranged row -> the user's index
+        self._rows = torch.empty_like(self._order)  # the user's index -> arranged row
+        self._rows[self._order] = torch.arange(len(group), device=group.device)
+        self.labels, self.predictions = labels, predictions
+        self._vectors = vectors[self._order]
+        classes, sizes = torch.unique_consecutive(group[self._order], return_counts=True)
+        ends = torch.cumsum(sizes, 0)
+        starts = ends - sizes
+        self._spans = {int(c): (int(s), int(e)) for c, s, e in zip(classes, starts, ends, strict=True) if c >= 0}
+        # Far from the origin |a|^2 + |b|^2 - 2ab cancels badly and the exact path would have to do all the work.
+        mean = self._vectors.sum(dim=0) / max(1, len(group))
+        self._norms = self._vectors.square().sum(dim=1)
+        self._shift = mean if bool(self._norms.mean() < 2 * mean.square().sum()) else None
+        self._near = self._vectors
+        if self._shift is not None:
+            self._near = self._vectors - mean
+            self._norms = self._near.square().sum(dim=1)
+        self._twin = _twins(self._vectors, self._norms)
+        self._largest = float(self._norms.max()) if len(group) else 0.0
+        if not _LEAST <= self._largest <= _MOST:
+            parts = self._near.split(_SUPPORT_BLOCK) if len(group) else ()
+            self._largest = max((float(part.double().square().sum(dim=1).max()) for part in parts), default=0.0)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def vectors(self) -> Tensor:
+        """The exemplar vectors in the order they were given, (N, M)."""
+        return self._vectors[self._rows]
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors to save: the constructor takes them back by these names."""
+        return {"vectors": self.vectors, "labels": self.labels, "predictions": self.predictions}
+
+    def add(self, vectors: ArrayLike | Tensor, labels: ArrayLike | Tensor, predictions: ArrayLike | Tensor) -> None:
+        """Append labelled vectors; their indices follow the existing ones."""
+        vectors = self._queries(vectors)
+        labels, predictions = _checked_labels(vectors, labels, predictions)
+        joined = torch.cat([self.vectors, vectors])
+        self._arrange(joined, torch.cat([self.labels, labels]), torch.cat([self.predictions, predictions]))
+
+    @full_precision()
+    def query(
+        self,
+        vectors: ArrayLike | Tensor,
+        predictions: ArrayLike | Tensor,
+        exclude: ArrayLike | Tensor | None = None,
+    ) -> SupportMatch:
+        """q, d_nearest and nearest of each query. `exclude` (N,) is the support index to ignore, -1 for none."""
+        vectors = self._queries(vectors)
+        predictions = _integers(predictions, "predictions", vectors)
+        excluded = self._excluded_rows(exclude, vectors)
+        n = len(vectors)
+        q = torch.zeros(n, dtype=torch.long, device=vectors.device)
+        distance = torch.full((n,), torch.inf, dtype=torch.float64, device=vectors.device)
+        nearest = torch.full((n,), -1, dtype=torch.long, device=vectors.device)
+        for c in predictions.unique().tolist():
+            members = (predictions == c).nonzero().squeeze(1)
+            for part in members.split(_QUERY_BLOCK):
+                q[part], distance[part], nearest[part] = self._query_class(vectors[part], c, excluded[part])
+        if self.max_q is not None:
+            q.clamp_(max=self.max_q)
+        return SupportMatch(q, distance.sqrt(), nearest)
+
+    @full_precision()
+    def neighbors(
+        self, vectors: ArrayLike | Tensor, k: int, exclude: ArrayLike | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k nearest support vectors: (distances, indices), each (N, k), ties by index.
+
+        Where the support holds fewer than k, the rest is padded with distance inf and index -1.
+        """
+        vectors = self._queries(vectors)
+        excluded = self._excluded_rows(exclude, vectors)
+        distances = torch.full((len(vectors), k), torch.inf, dtype=torch.float64, device=vectors.device)
+        indices = torch.full((len(vectors), k), -1, dtype=torch.long, device=vectors.device)
+        for start in range(0, len(vectors), _QUERY_BLOCK):
+            part = slice(start, start + _QUERY_BLOCK)
+            row, rank, distance, index = self._closely(vectors[part], excluded[part], lambda q: q.smallest(k))
+            distances[start + row, rank], indices[start + row, rank] = distance.sqrt(), index
+        return distances, indices
+
+    # How it is done
+
+    def _query_class(self, vectors: Tensor, c: int, excluded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, squared distance and index of the nearest, for queries that are all predicted as c."""
+        start, end = self._spans.get(c, (0, 0))
+
+        def both(queries: _Queries) -> tuple[Tensor, ...]:
+            stop, stop_at = queries.nearest((0, start), (end, len(self)))
+            return stop, stop_at, *queries.count_below(stop, (start, end))
+
+        stop, stop_at, q, near, near_at = self._closely(vectors, excluded, both)
+        # Of two equally near vectors the one with the lower index, so that the order of the groups does not show.
+        first = (near < stop) | ((near == stop) & (near_at < stop_at) & (near_at >= 0))
+        return q, torch.where(first, near, stop), torch.where(first, near_at, stop_at)
+
+    def _closely(self, vectors: Tensor, excluded: Tensor, ask: Callable[[_Queries], tuple[Tensor, ...]]) -> Any:
+        """Ask in the vectors' own precision, or in double if too much lies too close together, or out of range, for that."""
+        queries = _Queries(self, vectors, excluded, vectors.dtype)
+        with contextlib.suppress(_TooClose):
+            if queries.in_range:
+                return ask(queries)
+        return ask(_Queries(self, vectors, excluded, torch.float64))
+
+    def _queries(self, vectors: ArrayLike | Tensor) -> Tensor:
+        vectors = as_vectors(vectors).to(self._vectors)
+        if vectors.shape[1] != self._vectors.shape[1]:
+            raise ValueError(
+                f"The vectors are {vectors.shape[1]} wide but the support is {self._vectors.shape[1]} wide: "
+                "give vectors from the same adaptor."
+            )
+        return vectors
+
+    def _excluded_rows(self, exclude: ArrayLike | Tensor | None, vectors: Tensor) -> Tensor:
+        """The arranged row each query ignores, -1 for none."""
+        if exclude is None:
+            return torch.full((len(vectors),), -1, device=vectors.device)
+        exclude = _integers(exclude, "exclude", vectors)
+        if len(exclude) and (int(exclude.min()) < -1 or int(exclude.max()) >= len(self)):
+            raise ValueError(f"exclude holds an index outside -1..{len(self) - 1}: give support indices, -1 for none.")
+        if not len(self):
+            return exclude
+        return torch.where(exclude >= 0, self._rows[exclude.clamp(min=0)], -1)
+
+
+class _TooClose(Exception):
+    """More pairs need their exact distance than a product in double precision would cost."""
+
+
+class _Queries:
+    """A batch of queries against the arranged rows of a support: blocked distances and their exact values."""
+
+    def __init__(self, support: SupportSet, vectors: Tensor, excluded: Tensor, dtype: torch.dtype) -> None:
+        self.support, self.vectors, self.excluded, self.n = support, vectors, excluded, len(vectors)
+        # An exact pair costs about as much as sixty entries of a product in double precision.
+        self._pairs_left = math.inf if dtype == torch.float64 else self.n * max(32.0, len(support) / 60)
+        near = vectors.to(dtype)
+        self.near = near if support._shift is None else near - support._shift.to(dtype)
+        norm = self.near.square().sum(dim=1)
+        self.norm = norm.double()
+        # Bounds the rounding errors of two approximate squared distances together.
+        unit = torch.finfo(self.near.dtype).eps / 2
+        squares = norm + support._largest
+        self.slack = (2 * _SIGMAS * self.near.shape[1] ** 0.5 * unit) * squares
+        self.in_range = bool(((squares >= _LEAST) & (squares <= _MOST)).all())
+
+    def full(self, value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((self.n,), value, dtype=dtype, device=self.near.device)
+
+    def blocks(self, *spans: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+        """(first arranged row, squared distances (n, rows) less the query's own norm) over the spans.
+
+        The norm of the query is the same along a row: leaving it out saves a pass over the block.
+        """
+        support = self.support
+        # Half of the budget for the block, half for masks and exact distances.
+        columns = int(support.memory_mb * 2**20 / (2 * self.near.element_size() * max(1, self.n)))
+        columns = min(max(16, columns), _SUPPORT_BLOCK)
+        some = bool((self.excluded >= 0).any())
+        for first, last in spans:
+            for start in range(first, last, columns):
+                end = min(start + columns, last)
+                rows, norms = support._near[start:end], support._norms[start:end]
+                if rows.dtype != self.near.dtype:
+                    rows = support._vectors[start:end].to(self.near.dtype)
+                    rows = rows if support._shift is None else rows - support._shift.to(rows.dtype)
+                    norms = rows.square().sum(dim=1)
+                block = torch.addmm(norms, self.near, rows.T, alpha=-2.0)
+                if some:
+                    hit = ((self.excluded >= start) & (self.excluded < end)).nonzero().squeeze(1)
+                    block[hit, self.excluded[hit] - start] = torch.inf
+                yield start, block
+
+    def exact(self, row: Tensor, column: Tensor) -> Tensor:
+        """Squared distances of (query, arranged row) pairs from their differences, in double precision."""
+        twin = self.support._twin
+        if twin is not None:  # many equal rows, one distance
+            pairs, inverse = torch.unique(row * len(twin) + twin[column], return_inverse=True)
+            return self._exact(pairs // len(twin), pairs % len(twin))[inverse]
+        return self._exact(row, column)
+
+    def _exact(self, row: Tensor, column: Tensor) -> Tensor:
+        self._pairs_left -= len(row)
+        if self._pairs_left < 0:
+            raise _TooClose
+        out = torch.empty(len(row), dtype=torch.float64, device=self.near.device)
+        step = max(1, int(self.support.memory_mb * 2**20 / (4 * 8 * self.vectors.shape[1])))
+        for start in range(0, len(row), step):
+            part = slice(start, start + step)
+            difference = self.vectors[row[part]].double() - self.support._vectors[column[part]]
+            out[part] = difference.square_().sum(dim=1)
+        return out
+
+    def nearest(self, *spans: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Exact squared distance to, and the user's index of, the nearest row of the spans; (inf, -1) for none."""
+        best = _Nearest(self)
+        for start, block in self.blocks(*spans):
+            best.update(start, block)
+        return best.distance, best.index
+
+    def count_below(self, stop: Tensor, span: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """How many rows of the span lie strictly below `stop` (n,), and the nearest of those up to it as in `nearest`."""
+        here = (stop - self.norm).to(self.near.dtype)
+        low, high = here - self.slack, here + self.slack
+        q = self.full(0, torch.long)
+        best = _Nearest(self, here)  # a match beyond the run-ender is not the nearest: no need to know it exactly
+        for start, block in self.blocks(span):
+            best.update(start, block)
+            below = (block < low[:, None]).sum(dim=1)
+            q += below
+            # Where something lies in the band in which rounding could decide, look closely.
+            close = ((block <= high[:, None]).sum(dim=1) > below).nonzero().squeeze(1)
+            if len(close):
+                part = block[close]
+                row, column = ((part >= low[close, None]) & (part <= high[close, None])).nonzero(as_tuple=True)
+                keep = part[row, column] < torch.inf  # an excluded entry
+                row, column = close[row[keep]], column[keep] + start
+                q += torch.bincount(row[self.exact(row, column) < stop[row]], minlength=self.n)
+        return q, best.distance, best.index
+
+    def smallest(self, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The k nearest rows of each query as (query, rank, exact squared distance, the user's index), flat."""
+        row = torch.empty(0, dtype=torch.long, device=self.near.device)
+        rank, index, exact = row, row, row.double()
+        worst = self.full(torch.inf, self.near.dtype)  # approximate distance that a candidate must not exceed
+        for start, block in self.blocks((0, len(self.support))):
+            worst = torch.minimum(worst, block.topk(k, largest=False).values[:, -1] if k <= block.shape[1] else worst)
+            new, column = ((block <= (worst + self.slack)[:, None]) & (block < torch.inf)).nonzero(as_tuple=True)
+            row = torch.cat([row, new])
+            exact = torch.cat([exact, self.exact(new, column + start)])
+            index = torch.cat([index, self.support._order[column + start]])
+            # Three stable sorts, the least significant key first: index, distance, query.
+            by = torch.argsort(index, stable=True)
+            by = by[torch.argsort(exact[by], stable=True)]
+            by = by[torch.argsort(row[by], stable=True)]
+            row, exact, index = row[by], exact[by], index[by]
+            first = torch.searchsorted(row, torch.arange(self.n, device=row.device))
+            rank = torch.arange(len(row), device=row.device) - first[row]
+            keep = rank < k
+            row, rank, exact, index = row[keep], rank[keep], exact[keep], index[keep]
+        return row, rank, exact, index
+
+
+class _Nearest:
+    """The exact nearest row seen so far, per query; rows beyond `bound` (n,), an approximate distance, are passed over."""
+
+    def __init__(self, queries: _Queries, bound: Tensor | None = None) -> None:
+        self.queries = queries
+        self.distance = queries.full(torch.inf, torch.float64)
+        self.index = queries.full(-1, torch.long)
+        self._least = queries.full(torch.inf, queries.near.dtype) if bound is None else bound
+
+    def update(self, start: int, block: Tensor) -> None:
+        """Take in a block: only entries within rounding error of the smallest so far are looked at exactly."""
+        least = block.amin(dim=1)
+        self._least = torch.minimum(self._least, least)
+        limit = self._least + self.queries.slack
+        rows = ((least <= limit) & (least < torch.inf)).nonzero().squeeze(1)
+        part = block if len(rows) == len(block) else block[rows]
+        row, column = (part <= limit[rows, None]).nonzero(as_tuple=True)
+        row, column = rows[row], column + start
+        exact, index = self.queries.exact(row, column), self.queries.support._order[column]
+        before = self.distance.clone()
+        self.distance.scatter_reduce_(0, row, exact, "amin")
+        # Among equals the lowest index: forget the one of a distance that was beaten, then take the least.
+        none = len(self.queries.support)
+        old = torch.where((self.index < 0) | (self.distance < before), none, self.index)
+        best = exact == self.distance[row]
+        old.scatter_reduce_(0, row[best], index[best], "amin")
+        self.index = torch.where(old < none, old, -1)
+
+
+def _twins(vectors: Tensor, norms: Tensor) -> Tensor | None:
+    """For each row one that equals it, or the row itself; None where no equal rows are found.
+
+    Equal rows have equal norms, so that only neighbours in the order of these are compared: cheap where there are none. A
+    different row of the same norm may hide one, which costs time and nothing else.
+    """
+    order = torch.argsort(norms, stable=True)
+    after, before = order[1:], order[:-1]
+    again = norms[after] == norms[before]
+    maybe = again.nonzero().squeeze(1)
+    for part in maybe.split(_SUPPORT_BLOCK):
+        again[part] = (vectors[after[part]] == vectors[before[part]]).all(dim=1)
+    if not bool(again.any()):
+        return None
+    new = torch.cat([again.new_ones(1), ~again])  # the first of its kind in the order
+    twin = torch.empty_like(order)
+    twin[order] = order[new][torch.cumsum(new, 0) - 1]
+    return twin
+
+
+def as_vectors(values: ArrayLike | Tensor) -> Tensor:
+    """A contiguous (N, M) tensor of finite float32 (float64 stays float64)."""
+    vectors = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    if vectors.ndim != 2:
+        raise ValueError(f"Expected a matrix of vectors (N, M), got shape {tuple(vectors.shape)}.")
+    if vectors.dtype not in (torch.float32, torch.float64):
+        vectors = vectors.float()
+    # A sum is finite if all is (or it overflows: then look closely), and costs far less than a mask of all entries.
+    if not bool(vectors.sum().isfinite()) and not bool(torch.isfinite(vectors).all()):
+        raise ValueError("The vectors contain NaN or infinite values: remove or repair those rows.")
+    return vectors.detach().contiguous()
+
+
+def _checked_labels(
+    vectors: Tensor, labels: ArrayLike | Tensor, predictions: ArrayLike | Tensor
+) -> tuple[Tensor, Tensor]:
+    labels, predictions = _integers(labels, "labels", vectors), _integers(predictions, "predictions", vectors)
+    if len(predictions) and int(predictions.min()) < 0:
+        raise ValueError("predictions holds a negative class: predictions are class indices 0..C-1.")
+    return labels, predictions
+
+
+def _integers(values: ArrayLike | Tensor, name: str, vectors: Tensor) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    if tensor.numel() and tensor.is_floating_point():
+        raise ValueError(f"{name} must hold integers, got {tensor.dtype}.")
+    if tensor.shape != (len(vectors),):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} but there are {len(vectors)} vectors.")
+    return tensor.to(device=vectors.device, dtype=torch.long)

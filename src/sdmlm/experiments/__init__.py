@@ -1,0 +1,1 @@
+"""The paper's experiments: runs on disk, their tables, the published figures."""

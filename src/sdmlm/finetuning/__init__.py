@@ -1,0 +1,1 @@
+"""Fine-tuning a causal LM into an SDM language model."""

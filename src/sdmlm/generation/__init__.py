@@ -1,0 +1,1 @@
+"""SDM language models in use: verified generation, search, feedback."""

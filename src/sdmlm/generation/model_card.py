@@ -1,0 +1,214 @@
+"""The model card (README.md) of a saved SDM language model: data, settings, the region, what it promises and what not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdmlm import __version__
+from sdmlm.experiments.runs import Evaluation, read_evaluations
+from sdmlm.finetuning.final_layer import layer_sha256
+from sdmlm.storage.artifacts import SDM_FOLDER
+from sdmlm.storage.record import read_record
+
+if TYPE_CHECKING:
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+WRITTEN_BY = "Written by sdmlm"  # a card of ours may be replaced
+ALPHAS = (0.8, 0.9, 0.95, 0.99)
+
+HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- sdmlm
+- uncertainty
+- selective-classification
+---
+
+# SDM language model
+
+A causal language model with a Similarity-Distance-Magnitude (SDM) layer. Every answer comes with a verdict of that layer
+({yes} or {no}: does it follow the instructions?) and says whether the verdict can be accepted without a person looking.
+
+## How to use
+
+```python
+from sdmlm import SDMLanguageModel
+
+lm = SDMLanguageModel.from_pretrained("{name}")
+answer = lm.generate("...")
+print(answer.text, answer.verified, answer.reason)
+lm.verify("...", "an answer written by anyone")
+```
+
+This needs sdmlm with its extra `lm`. `AutoModelForCausalLM.from_pretrained` opens the model too, without verdicts.
+"""
+
+LIMITS = """\
+## Limits
+
+- Accepted means: in the high-reliability region, where accuracy is *estimated* to be at least alpha for each class. The
+  estimate is from data like the calibration data; under a shift it can fail.
+- The LM's own next token after `{open}` is not the verdict. Without the SDM layer it is no more reliable than a softmax.
+- The verdict is about following the instructions as the reward of the calibration data judged it, and about nothing else.
+- A search over several answers changes what accepted means; answers of a search that was not calibrated say so.
+- The folder `sdm/` holds the texts of the calibration documents, and of feedback, as evidence for decisions.
+"""
+
+
+def model_card(lm: SDMLanguageModel, name: str) -> str:
+    """The card of a model of this name, as Markdown."""
+    head = HEAD.format(yes=lm.tags.yes, no=lm.tags.no, name=name)
+    parts = [head, _layer(lm), _tests(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
+    return "\n".join(part for part in parts if part) + f"\n{WRITTEN_BY} {__version__}.\n"
+
+
+def _layer(lm: SDMLanguageModel) -> str:
+    layer, names = lm.estimator.layers_[0], (lm.tags.no, lm.tags.yes)
+    ca, region = layer.calibration, layer.region(lm.alpha)
+    right, inside = ca.predictions == ca.labels, region.contains(ca.q_prime, ca.p, ca.predictions)
+    classes = []
+    for c, name in enumerate(names):
+        own = ca.labels == c
+        both = own & inside
+        classes.append(
+            [
+                name,
+                int(own.sum()),
+                f"{float(ca.q[own].double().mean()):.1f}",
+                _share(int((own & right).sum()), int(own.sum())),
+                _number(region.psi[c]),
+                _share(int(both.sum()), int(own.sum())),
+                _share(int((both & right).sum()), int(both.sum())),
+            ]
+        )
+    rows = []
+    for alpha in sorted({*ALPHAS, lm.alpha}):
+        found = layer.region(alpha)
+        admitted = found.contains(ca.q_prime, ca.p, ca.predictions)
+        psi = [_number(value) for value in found.psi]
+        share = _share(int(admitted.sum()), len(admitted))
+        rows.append(
+            [
+                f"{alpha:g}",
+                _number(found.q_min),
+                *psi,
+                share,
+                _share(int((admitted & right).sum()), int(admitted.sum())),
+            ]
+        )
+    feedback = f" {len(lm.feedback_ids)} of them are feedback." if lm.feedback_ids else ""
+    by_class = ["true class", "documents", "mean q", "accuracy", "psi", "accepted", "accuracy of accepted"]
+    by_alpha = ["alpha", "q'min", *(f"psi {name}" for name in names), "accepted", "accuracy of accepted"]
+    return "\n".join(
+        [
+            "## The SDM layer",
+            "",
+            f"alpha {lm.alpha:g}, q'min {_number(region.q_min)}; {len(layer.support)} support documents, "
+            f"{len(ca.labels)} calibration documents; balanced loss {layer.loss:.4f}.{feedback}",
+            "",
+            f"Over the calibration documents, at alpha {lm.alpha:g}:",
+            "",
+            *_table(by_class, classes),
+            "",
+            "At several alphas:",
+            "",
+            *_table(by_alpha, rows),
+            "",
+        ]
+    )
+
+
+def _tests(lm: SDMLanguageModel) -> str:
+    """What the model did on test sets, where `sdmlm replicate` or the demo left that beside it."""
+    found: dict[str, Evaluation] = {}
+    if lm.folder is not None:
+        with contextlib.suppress(OSError, ValueError):  # a card can do without
+            found, _ = read_evaluations(lm.folder, layer_sha256(lm.folder / SDM_FOLDER))
+    rows = []
+    for name, e in found.items():
+        right, yes = e.prediction == e.y, e.accepted & (e.prediction == 1)
+        rows.append(
+            [
+                name,
+                len(e),
+                _share(int(e.y.sum()), len(e)),
+                f"{e.alpha:g}",
+                _share(int(e.accepted.sum()), len(e)),
+                _share(int((right & e.accepted).sum()), int(e.accepted.sum())),
+                _share(int(yes.sum()), len(e)),
+                _share(int((right & yes).sum()), int(yes.sum())),
+            ]
+        )
+    columns = [
+        "test set",
+        "prompts",
+        "answers right",
+        "alpha",
+        "accepted",
+        "verdicts right",
+        "verified",
+        "of these right",
+    ]
+    head = ["## On test sets", "", "Greedy answers, judged by the SDM layer as it was fitted (without feedback).", ""]
+    return "\n".join([*head, *_table(columns, rows), ""]) if rows else ""
+
+
+def _searches(lm: SDMLanguageModel) -> str:
+    apply = [c for c in lm.search_calibrations if c.estimator == lm.digest()]
+    if not apply:
+        return ""
+    rows = []
+    for c in apply:
+        accepted = int(c.accepted.sum())
+        rows.append(
+            [
+                c.policy.kind,
+                c.policy.budget,
+                f"{c.alpha:g}",
+                _number(c.region().q_min),
+                _share(accepted, len(c)),
+                _share(c.accepted_right, accepted),
+            ]
+        )
+    columns = ["search", "budget", "alpha", "q'min", "accepted", "accuracy of accepted"]
+    return "\n".join(["## Calibrated searches", "", *_table(columns, rows), ""])
+
+
+def _data(lm: SDMLanguageModel) -> str:
+    settings: dict[str, Any] = dict(lm.facts.get("training") or {})
+    lines = ["## Data and settings", ""]
+    for name, source in _sources(lm).items():
+        lines.append(f"- {name} rows: {source.get('rows')} of {source.get('source')} (SHA-256 {source.get('sha256')})")
+    lines += [f"- {name}: {value}" for name, value in settings.items()]
+    limits = {name: lm.facts.get(name) for name in ("max_length", "max_new_tokens", "truncate_prompt")}
+    lines += [f"- {name}: {value}" for name, value in limits.items()]
+    return "\n".join([*lines, ""])
+
+
+def _sources(lm: SDMLanguageModel) -> dict[str, dict[str, Any]]:
+    """Where the rows came from, as `sdmlm train` recorded it, and `sdmlm calibrate` after it."""
+    known: dict[str, dict[str, Any]] = {}
+    if lm.folder is not None:
+        with contextlib.suppress(ValueError):  # a card can do without
+            data = (read_record(lm.folder) or {}).get("data", {})
+            known = {str(name): dict(source) for name, source in data.items() if source}
+    calibrated = lm.facts.get("calibrated")
+    return known | {"calibration": dict(calibrated)} if calibrated else known
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "none"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,177 @@
+"""Search under a budget: further answers where the first is not verified.
+
+The paper's section on limits proposes it: go on after `<verified>No</verified>`, or start over with the refused answer in the
+prompt, the branching decided by the SDM layer. Every candidate is judged as an answer to the prompt that was asked.
+
+What is accepted of a search needs a calibration of its own (`sdmlm.generation.search_calibration`); without it a searched answer says
+`calibrated=False`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sdmlm.estimator.scores import Scores
+from sdmlm.generation.verification import Answer, Sampling, Verification, check_whole, decided
+from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
+
+if TYPE_CHECKING:
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+KINDS = ("resample", "reprompt", "continue")
+AGAIN = "That answer was not verified. Answer the same instructions again."
+TIE = 1e-6  # outputs this close are equal: the same answer twice may differ in its last bits
+NOT_CALIBRATED = " The search that chose this answer was not calibrated, so it may be accepted too easily."
+
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    """What to do about an answer that is not verified (rejected, or accepted as No).
+
+    kind: "resample" draws another answer; "reprompt" starts over with the refused answer in the prompt; "continue" goes
+    on generating after the refused answer and `<verified>No</verified>`. budget: further tries a prompt, at most. The search
+    stops at the first verified answer; where there is none, the answer with the highest SDM output for Yes is returned, the
+    earliest of equals. temperature: of the further tries; their chance comes from the seed of the call.
+    """
+
+    kind: str = "resample"
+    budget: int = 4
+    temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"A search is one of {', '.join(KINDS)}, not {self.kind!r}.")
+        check_whole("budget", self.budget, 0)
+        Sampling(1, self.temperature)
+        if self.kind == "resample" and self.temperature == 0:
+            raise ValueError("resample needs a temperature above 0: greedy answers to a prompt are all the same.")
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The final answer for each prompt."""
+
+    answers: list[Answer]
+    scores: Scores  # decided by the SDM layer's own region, as branching is
+    tries: list[int]
+    verifications: list[Verification]
+
+
+def as_policy(search: SearchPolicy | str) -> SearchPolicy:
+    """A policy, or the one of a kind with the default settings."""
+    return SearchPolicy(search) if isinstance(search, str) else search
+
+
+def run_search(
+    lm: SDMLanguageModel,
+    prompts: Sequence[Prompt],
+    read: Sequence[PromptIds],
+    search: SearchPolicy | str,
+    sampling: Sampling,
+    seed: int,
+    alpha: float,
+    neighbors: int,
+    progress: bool = True,
+) -> Searched:
+    """Answer prompts under a policy; `read` are their ids. Prompts that are still open are tried together; see `SDMLanguageModel.generate`."""
+    policy = as_policy(search)
+    if not isinstance(policy, SearchPolicy):
+        raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
+    best: dict[int, tuple[Answer, Scores]] = {}
+    refused: dict[int, Answer] = {}
+    begun = [""] * len(prompts)  # of "continue": all that the LM's turn holds so far
+    tries, spent = [0] * len(prompts), [0] * len(prompts)  # answers, and their tokens
+    still = list(range(len(prompts)))
+    for attempt in range(1 + policy.budget):
+        if attempt == 0:
+            seeds, how = [[seed, n] for n in still], sampling
+        else:
+            seeds = [[seed, n, attempt] for n in still]
+            how = dataclasses.replace(sampling, temperature=policy.temperature)
+        contexts: list[Prompt | PromptIds] | None = None
+        start: list[str] | None = None
+        if attempt and policy.kind != "resample":
+            for n in still:
+                begun[n] += refused[n].text + lm.tags.suffix(False) + lm.tags.separator
+            contexts = [reprompted(lm, prompts[n], refused[n].text) for n in still]
+            if policy.kind == "continue":
+                contexts, start = [read[n] for n in still], [begun[n] for n in still]
+            fit = [_fits(lm.encoder, c, start[i] if start else "") for i, c in enumerate(contexts)]
+            still, seeds, contexts = (_those(values, fit) for values in (still, seeds, contexts))
+            start = None if start is None else _those(start, fit)
+        if not still:
+            break
+        answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, begun=start)
+        scores = lm.score(lm.summaries(answers, progress), alpha)
+        done = scores.accepted & (scores.prediction == 1)
+        for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
+            tries[n], refused[n] = attempt + 1, answer
+            spent[n] += answer.completion_tokens
+            if done[i] or n not in best or scores.p[i, 1] > best[n][1].p[0, 1] + TIE:
+                best[n] = answer, scores[i]
+        still = _those(still, ~done)
+    if not prompts:
+        return Searched([], lm.score(torch.empty(0, lm.estimator.n_features_in_), alpha), [], [])
+    answers = [best[n][0] for n in range(len(prompts))]
+    scores = _joined([best[n][1] for n in range(len(prompts))])
+    found = _verifications(lm, answers, scores, tries, spent, policy, sampling, alpha, neighbors)
+    return Searched(answers, scores, tries, found)
+
+
+def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
+    """A prompt that holds the refused answer: as further turns, or, without a chat template, before the prompt again."""
+    answer = refused + lm.tags.suffix(False)
+    if not lm.tokenizer.chat_template:
+        text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
+        return f"{text}{answer}\n\n{AGAIN}\n\n{text}"
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": AGAIN}]
+
+
+def _fits(encoder: Encoder, context: Prompt | PromptIds, begun: str) -> bool:
+    """Whether there is room for an answer after all that; a prompt that has outgrown the context is not tried again."""
+    try:
+        encoder.encode_prompt(context, 1 + len(encoder.continuation(begun)))
+    except ValueError:
+        return False
+    return True
+
+
+def _those(values: Sequence[Any], mask: Any) -> list[Any]:
+    return [value for value, wanted in zip(values, mask, strict=True) if wanted]
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    names = [field.name for field in dataclasses.fields(Scores)]
+    return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def _verifications(
+    lm: SDMLanguageModel,
+    answers: list[Answer],
+    scores: Scores,
+    tries: list[int],
+    spent: list[int],
+    policy: SearchPolicy,
+    sampling: Sampling,
+    alpha: float,
+    neighbors: int,
+) -> list[Verification]:
+    known = lm.search_calibrations
+    calibration = next((c for c in known if c.matches(policy, alpha, sampling, lm.digest())), None)
+    if calibration is not None:  # otherwise they are decided by the layer's own region already
+        scores = decided(scores, calibration.deciding, alpha)
+    plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
+    shown = (lm.estimator.layers_[0] if calibration is None else calibration).region(alpha)
+    found = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
+    remark = "" if plain else NOT_CALIBRATED
+    return [
+        dataclasses.replace(v, tries=n, completion_tokens=tokens, calibrated=plain, reason=v.reason + remark)
+        for v, n, tokens in zip(found, tries, spent, strict=True)
+    ]

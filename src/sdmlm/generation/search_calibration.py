@@ -1,0 +1,263 @@
+"""The calibration of a search as a whole: the region of its final answers, so that they can be accepted like others.
+
+Choosing among candidates changes what "accepted" means: the more tries, the more wrong answers look right by chance. So
+`calibrate_search` runs a policy on the calibration rows and finds the region of its final answers (`verified_region`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdmlm.estimator.certify import certify_region
+from sdmlm.estimator.layer import ALPHA_GRID
+from sdmlm.estimator.region import HighReliabilityRegion, check_alpha, membership
+from sdmlm.generation.search import SearchPolicy, as_policy, run_search
+from sdmlm.generation.verification import Sampling, widened
+from sdmlm.language_model.encoding import Prompt, check_rows
+from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
+from sdmlm.storage.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_facts, write_facts
+
+if TYPE_CHECKING:
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+FILE, FORMAT_VERSION = "search.json", 1
+STEPS, DELTA = 5, 0.05  # thresholds that are tested for a search, and the chance that any passes wrongly
+
+
+@dataclass(frozen=True)
+class SearchCalibration:
+    """The final answers of a policy over calibration prompts, with true labels: what its region is found from.
+
+    It holds for the settings it was made with: the policy, the alpha that branching looked at, how the LM writes, and the
+    SDM layer with its support (`estimator`, a digest). `regions` are that layer's own, by alpha.
+    """
+
+    policy: SearchPolicy
+    alpha: float
+    sampling: Sampling
+    estimator: str
+    ids: tuple[int, ...]  # the calibration rows
+    labels: tuple[int, ...]  # r of the final answers
+    predictions: tuple[int, ...]
+    q_prime: tuple[float, ...]
+    p: tuple[tuple[float, float], ...]  # SDM(z')
+    tries: tuple[int, ...]
+    regions: tuple[HighReliabilityRegion, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def _regions(self) -> dict[float, HighReliabilityRegion]:
+        return {}
+
+    def region(self, alpha: float | None = None) -> HighReliabilityRegion:
+        """The region of the policy's final answers, at the alpha of its branching or another of `regions`."""
+        alpha = self.alpha if alpha is None else check_alpha(alpha)
+        if alpha not in self._regions:
+            own = next((region for region in self.regions if region.alpha == alpha), None)
+            if own is None:
+                known = ", ".join(f"{region.alpha:g}" for region in self.regions)
+                raise ValueError(
+                    f"This search was calibrated for alpha {known}, not {alpha:g}: calibrate it for that too."
+                )
+            p, predictions = np.array(self.p).reshape(-1, 2), np.array(self.predictions)
+            self._regions[alpha] = verified_region(np.array(self.q_prime), p, predictions, np.array(self.labels), own)
+        return self._regions[alpha]
+
+    def deciding(self, alpha: float) -> HighReliabilityRegion:
+        """The region that new answers are decided by."""
+        return widened(self.region(alpha))
+
+    @property
+    def accepted(self) -> NDArray[np.bool_]:
+        """Which of the final answers are in the region."""
+        p = np.array(self.p).reshape(-1, 2)
+        return membership([self.deciding(self.alpha)], np.array(self.q_prime), p, np.array(self.predictions))[:, 0]
+
+    @property
+    def accepted_right(self) -> int:
+        """How many of those are right; they are all accepted as Yes."""
+        return int((self.accepted & (np.array(self.labels) == 1)).sum())
+
+    def matches(self, policy: SearchPolicy, alpha: float, sampling: Sampling, estimator: str) -> bool:
+        """Whether it was made with these settings."""
+        return (self.policy, self.alpha, self.sampling, self.estimator) == (policy, alpha, sampling, estimator)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        regions = [[finite_or_none(value) for value in (r.alpha, r.q_min, *r.psi)] for r in self.regions]
+        return {**dataclasses.asdict(self), "regions": regions}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> SearchCalibration:
+        """What `to_dict` gave."""
+        sampling = {**facts["sampling"], "stop": tuple(facts["sampling"]["stop"])}
+        found = cls(
+            SearchPolicy(**facts["policy"]),
+            check_alpha(facts["alpha"]),
+            Sampling(**sampling),
+            str(facts["estimator"]),
+            **{name: tuple(facts[name]) for name in ("ids", "labels", "predictions", "q_prime", "tries")},
+            p=tuple((float(no), float(yes)) for no, yes in facts["p"]),
+            regions=tuple(
+                HighReliabilityRegion(alpha, none_as_infinity(q_min), (none_as_infinity(no), none_as_infinity(yes)))
+                for alpha, q_min, no, yes in facts["regions"]
+            ),
+        )
+        if len({len(found), *map(len, (found.labels, found.predictions, found.q_prime, found.p, found.tries))}) != 1:
+            raise ValueError("its columns differ in length")
+        return found
+
+
+def verified_region(
+    q_prime: NDArray[np.float64],
+    p: NDArray[np.float64],
+    predictions: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    own: HighReliabilityRegion,
+) -> HighReliabilityRegion:
+    """The part of the SDM layer's own region where final answers accepted as Yes are right at least alpha of the time.
+
+    Algorithm 1 asks for both true classes, and a search leaves hardly any answer that is accepted as No: it went on from
+    those. So only the verdict that a search is for is accepted, Yes, and its accuracy is what is asked for, with a margin for
+    chance: thresholds of 1, 2, 4, 8 and 16 times the layer's q'_min are tested as `certify` does, and the lowest that passes
+    is taken. No easier than for a single answer.
+    """
+    start = math.inf
+    if math.isfinite(own.q_min):
+        starts = {widened(dataclasses.replace(own, q_min=q)).q_min: q for q in (own.q_min * 2**k for k in range(STEPS))}
+        tested = certify_region(widened(own), list(starts), q_prime, p, predictions, labels, DELTA, classes=[1])
+        start = math.inf if tested.region is None else starts[tested.region.q_min]
+    return HighReliabilityRegion(own.alpha, start, (math.inf, own.psi[1]))
+
+
+def calibrate_search(
+    lm: SDMLanguageModel,
+    rows: Sequence[Mapping[str, Any]],
+    policy: SearchPolicy | str,
+    reward: Reward | str | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: str | Sequence[str] | None = None,
+    alpha: float | None = None,
+    save: bool = True,
+    progress: bool = True,
+) -> SearchCalibration:
+    """Run a policy on calibration prompts and find the region of its final answers, `verified_region`.
+
+    rows: D_ca, the rows that the model's SDM layer was fitted over, in their order. Only the prompts of its calibration half
+    are used: the support holds a document of every other prompt, which an answer to that prompt would find again, as no
+    answer to a new prompt can. reward: r, which gives the true labels of the final answers; default: that of the SDM layer. The other settings
+    are those of `generate`. The result joins `lm.search_calibrations` and, with `save`, `sdm/search.json` of the model's
+    folder; `generate` uses it wherever policy and settings are the same.
+    """
+    policy = as_policy(policy)
+    sampling = lm.sampling(max_new_tokens, temperature, top_p, stop)
+    alpha = lm.alpha if alpha is None else check_alpha(alpha)
+    if save and lm.folder is None:
+        raise ValueError("This model has no folder of its own to keep the calibration in: give save=False.")
+    r = reward_as_fitted(reward, lm.facts)
+    check_reward(r, rows)
+    ids = _calibration_rows(lm, rows)
+    chosen = [rows[i] for i in ids]
+    prompts = [row["prompt"] for row in chosen]
+    found = run_search(lm, prompts, lm.read_prompts(prompts), policy, sampling, 0, alpha, 0, progress)
+    bodies = [answer.text for answer in found.answers]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    labels = apply_reward(r, chosen, bodies, lm.tags, columns)
+    scores = found.scores
+    calibration = SearchCalibration(
+        policy,
+        alpha,
+        sampling,
+        lm.digest(),
+        tuple(ids),
+        tuple(labels),
+        tuple(scores.prediction.tolist()),
+        tuple(scores.q_prime.tolist()),
+        tuple((float(no), float(yes)) for no, yes in scores.p),
+        tuple(found.tries),
+        tuple(lm.estimator.layers_[0].region(a) for a in sorted({*ALPHA_GRID, alpha})),
+    )
+
+    if save and lm.folder is not None:
+        sdm = lm.folder / SDM_FOLDER
+        with locked(sdm):  # another process may have calibrated another search meanwhile
+            save_searches(sdm, joined(load_searches(sdm), [calibration]))
+    lm.search_calibrations = joined(lm.search_calibrations, [calibration])
+    return calibration
+
+
+def joined(known: Sequence[SearchCalibration], more: Sequence[SearchCalibration]) -> tuple[SearchCalibration, ...]:
+    """Both; of two for the same search that of `more`."""
+    others = [c for c in known if not any(c.matches(n.policy, n.alpha, n.sampling, n.estimator) for n in more)]
+    return (*others, *more)
+
+
+def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of the rows in the calibration half of the SDM layer whose prompts are not in its support as well."""
+    check_rows(rows, lm.tags)
+    layer = lm.estimator.layers_[0]
+    numbers = [i for i in (*layer.support_ids, *layer.calibration_ids) if isinstance(i, int)]
+    other = "these are not the rows that the SDM layer was fitted over: give D_ca, all of it, in its order."
+    if sorted(numbers) != list(range(len(rows))):
+        raise ValueError(f"The SDM layer was fitted over {len(numbers)} rows and {len(rows)} are given: {other}")
+    if not lm.encoder.truncate_prompt:
+        for i in numbers:
+            start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"]))
+            if not lm.estimator.documents_.get(i, start).startswith(start):
+                raise ValueError(f"Row {i} has another prompt than document {i} of the SDM layer: {other}")
+    known = {_key(rows[i]["prompt"]) for i in layer.support_ids if isinstance(i, int)}
+    given = [lm.estimator.documents_[i] for i in layer.support_ids if not isinstance(i, int)]  # by feedback
+
+    def new(i: int) -> bool:
+        start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"])) if given else ""
+        return _key(rows[i]["prompt"]) not in known and not any(text.startswith(start) for text in given)
+
+    kept = sorted(i for i in layer.calibration_ids if new(i))
+    if not kept:
+        raise ValueError(
+            "Every calibration prompt is in the support too, so no row is left to calibrate the search on."
+        )
+    return kept
+
+
+def _key(prompt: Prompt) -> str:
+    return json.dumps(prompt if isinstance(prompt, str) else [dict(m) for m in prompt], sort_keys=True)
+
+
+# On disk
+
+
+def save_searches(sdm: Path, searches: Sequence[SearchCalibration]) -> None:
+    """Write `sdm/search.json`; nothing where there is nothing to write."""
+    if searches or (sdm / FILE).exists():
+        write_facts(sdm / FILE, {"format_version": FORMAT_VERSION, "searches": [c.to_dict() for c in searches]})
+
+
+def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
+    """What `save_searches` wrote, nothing where there is none."""
+    path = sdm / FILE
+    if not path.exists():
+        return ()
+    try:
+        facts = read_facts(path)
+        version = int(facts["format_version"])
+        if version <= FORMAT_VERSION:
+            return tuple(SearchCalibration.from_dict(c) for c in facts["searches"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it from a copy or delete it.") from error
+    raise ValueError(f"{path} was written by a newer sdmlm (format {version}): upgrade sdmlm.")

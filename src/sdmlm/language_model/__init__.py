@@ -1,0 +1,1 @@
+"""From text to tensors: encoding, preference rows, the forward pass, the summary vector h."""

@@ -1,0 +1,167 @@
+"""The summary vector h of a document, from the hidden states of an LM (spec section 1).
+
+h = [state at one position ; mean of the states up to and including it], always float32. "State" means what the
+output embedding would receive, so the final norm is already applied. Attention is causal: the states up to a position
+do not depend on what follows it, so h may be read from the pass over a longer sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdmlm.storage.progress import track
+
+
+def summarize(states: Tensor, at: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """h of each row of `states` (B, L, H), read at position `at` (B,); returns (B, 2H) in float32.
+
+    `attention_mask` (B, L) marks padding with 0, on either side. Without it nothing before `at` is padding.
+    """
+    positions = torch.arange(states.shape[1], device=states.device)
+    counted = positions[None, :] <= at[:, None]
+    if attention_mask is not None:
+        counted &= attention_mask.bool()
+    weights = counted.to(torch.float32)
+    weights /= weights.sum(dim=1, keepdim=True)
+    with torch.autocast(states.device.type, enabled=False):  # inside an LM's forward pass it would round to bfloat16
+        # bmm instead of a masked copy: no second (B, L, H) tensor.
+        mean = torch.bmm(weights[:, None, :], states.float()).squeeze(1)
+    last = states[torch.arange(states.shape[0], device=states.device), at].float()
+    return torch.cat([last, mean], dim=1)
+
+
+def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Indices grouped so that rows of like length share a batch of at most `tokens_per_batch` padded tokens."""
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens_per_batch:
+            batches.append(batch)
+            batch = []
+        batch.append(index)
+    return [*batches, batch] if batch else batches
+
+
+@torch.inference_mode()
+def embed_sequences(
+    model: Any,
+    sequences: Sequence[Sequence[int]],
+    at: Sequence[int] | None = None,
+    tokens_per_batch: int = 4096,
+    progress: bool = True,
+) -> Tensor:
+    """h of token sequences under a Hugging Face causal LM, (N, 2H) float32 on the CPU.
+
+    `at` is the position each h is read at (default: the last token). Sequences are sorted by length and padded on the
+    right, where causal attention cannot see the padding; the output embedding is never applied.
+    """
+    was_training = model.training
+    model.eval()
+    decoder, device = model.get_decoder(), model.device
+    ends = [len(s) - 1 for s in sequences] if at is None else list(at)
+    kept = [list(s[: end + 1]) for s, end in zip(sequences, ends, strict=True)]
+    out: Tensor | None = None
+    for batch in track(batches_by_length([len(s) for s in kept], tokens_per_batch), "Reading states", progress):
+        longest = max(len(kept[i]) for i in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        mask = torch.zeros(len(batch), longest, dtype=torch.long)
+        for row, i in enumerate(batch):
+            ids[row, : len(kept[i])] = torch.tensor(kept[i])
+            mask[row, : len(kept[i])] = 1
+        ids, mask = ids.to(device), mask.to(device)
+        states = decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        h = summarize(states, mask.sum(dim=1) - 1, mask).cpu()
+        if out is None:
+            out = torch.empty(len(kept), h.shape[1])
+        out[batch] = h
+    model.train(was_training)
+    return torch.empty(0, 0) if out is None else out
+
+
+class GenerationReader:
+    """h of documents from the states of their own generation: running sums, no second pass.
+
+    A document is the prompt and what was generated, up to and including `<verified>` (`open_ids`). `document(row,
+    generated ids)` gives its ids when a row has ended, or None where it is not to be read. Where those ids begin with what
+    the LM was fed, `rest` is what remains to be fed (a tag that the LM did not write); where they do not (text that is
+    spelled otherwise when it is encoded again), there is no h, and the caller needs a pass over the document.
+    """
+
+    longest_rest = 32  # beyond that a pass of its own is cheaper than single steps
+
+    def __init__(self, open_ids: Sequence[int], document: Callable[[int, list[int]], Sequence[int] | None]) -> None:
+        self._open, self._document = list(open_ids), document
+        self._states: Tensor | None = None
+        self._fed: dict[int, list[int]] = {}
+        self._sums: Tensor | None = None
+        self._at_tag: dict[int, tuple[int, Tensor, Tensor]] = {}  # row -> ids fed, their summed states, the last state
+        self.h: dict[int, Tensor] = {}  # row -> (2H,) on the LM's device
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Keep the final-layer states of each pass of the model."""
+
+        def keep(module: Any, args: Any, output: Any) -> None:
+            self._states = output.last_hidden_state
+
+        handle = model.get_decoder().register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._states = self._sums = None
+
+    def begin(self, rows: Sequence[int], prompts: Sequence[list[int]], mask: Tensor) -> None:
+        """The pass over the prompts of a batch has been made; `mask` (B, L) marks padding with 0."""
+        assert self._states is not None
+        self._sums = torch.bmm(mask[:, None, :].float(), self._states.float()).squeeze(1)
+        self._fed |= {r: list(prompts[r]) for r in rows}
+        self._look(rows)
+
+    def step(self, rows: Sequence[int], newest: Sequence[list[int]]) -> None:
+        """A pass over the next ids of each row has been made."""
+        assert self._states is not None
+        assert self._sums is not None
+        self._sums = self._sums + self._states.float().sum(dim=1)
+        for r, ids in zip(rows, newest, strict=True):
+            self._fed[r] += ids
+        self._look(rows)
+
+    def keep(self, index: Tensor) -> None:
+        """Only these rows of the batch go on."""
+        assert self._sums is not None
+        self._sums = self._sums[index]
+
+    def _look(self, rows: Sequence[int]) -> None:
+        assert self._states is not None
+        assert self._sums is not None
+        for n, r in enumerate(rows):
+            fed = self._fed[r]
+            if fed[-1] == self._open[-1] and fed[-len(self._open) :] == self._open:
+                self._at_tag[r] = len(fed), self._sums[n], self._states[n, -1].float()
+
+    def rest(self, row: int, generated: list[int]) -> list[int]:
+        """A row has ended: the ids that are still to be fed before h is known."""
+        ids, fed = self._document(row, generated), self._fed[row]
+        if ids is None:
+            return []
+        ids = list(ids)
+        if len(ids) <= len(fed):
+            self._finish(row, ids)
+            return []
+        rest = ids[len(fed) :]
+        return rest if ids[: len(fed)] == fed and len(rest) <= self.longest_rest else []
+
+    def _finish(self, row: int, ids: list[int]) -> None:
+        n, total, last = self._at_tag.get(row, (0, None, None))
+        if n == len(ids) and self._fed[row][:n] == ids and total is not None and last is not None:
+            self.h[row] = torch.cat([last, total / n])
+
+    def finish(self, row: int) -> None:
+        """The rest of a row has been fed."""
+        self._finish(row, self._fed[row])

@@ -1,0 +1,60 @@
+"""training.json, which `sdmlm train` writes beside a model: what was asked for, on which rows, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sdmlm.language_model.preference_files import Row
+
+RECORD = "training.json"
+_PARTS = ("status", "settings", "data", "config", "log_history")
+
+
+def read_record(folder: str | Path) -> dict[str, Any] | None:
+    """The record of a folder; None where there is none, because the model was made in another way."""
+    path = Path(folder) / RECORD
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in _PARTS if name not in record]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it from a copy or remove it.") from error
+    if missing or not isinstance(record, dict) or record["status"] not in ("started", "finished"):
+        raise ValueError(f"{path} is damaged or not a record of sdmlm train: restore it from a copy or remove it.")
+    return record
+
+
+def copy_record(folder: str | Path, target: Path) -> None:
+    """A model that goes to another folder takes its record along, unless there is one."""
+    path = Path(folder) / RECORD
+    if path.exists() and not (target / RECORD).exists():
+        shutil.copy(path, target / RECORD)
+
+
+def halves(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
+    """Two random halves, each in the order of the file; the odd row is trained on."""
+    import numpy as np
+
+    order = np.random.default_rng([seed, 5]).permutation(len(rows))
+    cut = (len(rows) + 1) // 2
+    first, second = ([rows[i] for i in sorted(part.tolist())] for part in (order[:cut], order[cut:]))
+    return first, second
+
+
+def held_out(rows: list[Row], sha256: str | None, folder: str | Path) -> list[Row]:
+    """The rows of a file that the model in a folder was not trained on: the calibration half, where `sdmlm train` split
+    this very file; all of any other. Warns where the model was trained on all of them."""
+    record = read_record(folder)
+    if record is None or record["data"]["train"]["sha256"] != sha256:
+        return rows
+    calibration = record["data"]["calibration"]
+    if calibration["sha256"] == sha256 and calibration["used"] < calibration["rows"]:
+        return halves(rows, int(record["config"]["seed"]))[1]
+    warnings.warn("The model was trained on these rows: the calibration will look too good.", stacklevel=2)
+    return rows

@@ -1,0 +1,65 @@
+"""Feedback on disk and in the support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sdmlm.estimator.estimator import SDMEstimator
+from sdmlm.generation.feedback import FeedbackLog, load_feedback, save_feedback, with_feedback
+
+
+@pytest.fixture(scope="module")
+def estimator() -> SDMEstimator:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 60)
+    x = rng.normal(size=(60, 4)) + 3.0 * y[:, None]
+    made = SDMEstimator(alpha=0.8, exemplar_dim=4, epochs=5, learning_rate=1e-2, rounds=1, progress=False, device="cpu")
+    return made.fit(x, y, documents={i: f"document {i}" for i in range(60)})
+
+
+def test_given_and_taken_back(estimator: SDMEstimator, tmp_path: Path) -> None:
+    h = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    log = FeedbackLog()
+    for n in range(3):
+        log = log.added(f"text {n}", n % 2, h[n])
+    assert [item.id for item in log.items] == ["feedback:1", "feedback:2", "feedback:3"]
+    shorter, gone = log.without("feedback:2")
+    assert gone.text == "text 1"
+    assert [item.id for item in shorter.items] == ["feedback:1", "feedback:3"]
+    assert log.without(None)[1].id == "feedback:3"
+    twice = shorter.added("new", 1, h[0]).added("newer", 1, h[0])  # an id is never used twice
+    assert [item.id for item in twice.items[2:]] == ["feedback:4", "feedback:5"]
+
+    save_feedback(tmp_path, shorter, "print")
+    again = load_feedback(tmp_path, "print")
+    assert again.next == 4
+    for a, b in zip(again.items, shorter.items, strict=True):
+        assert (a.id, a.text, a.label, a.h.tolist()) == (b.id, b.text, b.label, b.h.tolist())
+    save_feedback(tmp_path, FeedbackLog((), 9), "print")
+    assert load_feedback(tmp_path, "print") == FeedbackLog((), 9)
+    assert load_feedback(tmp_path / "nowhere", "print") == FeedbackLog()
+
+
+def test_the_estimator_given_stays_as_it_is(estimator: SDMEstimator, tmp_path: Path) -> None:
+    digest, documents = estimator.digest(), dict(estimator.documents_)
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+    before = estimator.score(x)
+    log = FeedbackLog().added("one", 1, x[0]).added("two", 0, x[1])
+    at_once = with_feedback(estimator, log.items)
+    one_by_one = with_feedback(with_feedback(estimator, log.items[:1]), log.items[1:])
+    estimator.save_pretrained(tmp_path)
+    plainly = SDMEstimator.from_pretrained(tmp_path, device="cpu")
+    plainly.add_to_support(x[:2], [1, 0], ["feedback:1", "feedback:2"])
+    assert at_once.digest() == plainly.digest() != digest
+    for other in (one_by_one, plainly):
+        np.testing.assert_array_equal(at_once.score(x).q, other.score(x).q)
+        np.testing.assert_allclose(at_once.score(x).d, other.score(x).d)
+    assert at_once.documents_["feedback:2"] == "two"
+    assert estimator.digest() == digest
+    assert estimator.documents_ == documents
+    np.testing.assert_array_equal(estimator.score(x).q, before.q)
+    assert with_feedback(estimator, ()) is estimator
