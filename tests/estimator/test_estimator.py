@@ -279,6 +279,29 @@ def test_several_alphas_and_the_highest(fitted):
     assert len(set(scores.highest_alpha[~np.isnan(scores.highest_alpha)])) > 1
 
 
+def test_score_at_another_alpha_or_by_other_regions_changes_nothing_else(fitted):
+    X, _ = blobs(60, seed=3)
+    other = copy.copy(fitted).recalibrate(0.7)
+    assert same(fitted.score(X, alpha=0.7), other.score(X))
+    assert fitted.alpha_ == 0.8
+    none = fitted.score(X, regions=lambda alpha: HighReliabilityRegion(alpha, math.inf, (math.inf, math.inf)))
+    assert not none.accepted.any()
+    assert np.isnan(none.highest_alpha).all()
+    assert np.array_equal(none.p, fitted.score(X).p)
+
+
+def test_a_copy_with_more_support_leaves_the_original_as_it_was(fitted):
+    X, y = blobs(20, seed=4)
+    probe, _ = blobs(40, seed=5)
+    before, digest, ids = fitted.score(probe), fitted.digest(), list(fitted.support_ids_)
+    new = fitted.with_support(X, y, documents={"added:0": "a text"})
+    assert same(fitted.score(probe), before)
+    assert (fitted.digest(), fitted.support_ids_, fitted.documents_) == (digest, ids, {})
+    assert len(new.support_ids_) == len(ids) + 20
+    assert new.documents_ == {"added:0": "a text"}
+    assert same(new.score(probe), copy.deepcopy(fitted).add_to_support(X, y).score(probe))
+
+
 def test_adding_to_the_support_changes_q_and_d_but_not_predictions():
     X, y = blobs()
     new, y_new = blobs(60, seed=7)

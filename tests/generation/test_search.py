@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
-from sdmlm import SDMLanguageModel, search_calibration
+from sdmlm import SDMLanguageModel
 from sdmlm.cli.commands.calibrate_search import summary
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
+from sdmlm.generation import search_calibration
 from sdmlm.generation.search import AGAIN, KINDS, SearchPolicy, reprompted
 from sdmlm.generation.search_calibration import SearchCalibration, calibrate_search, verified_region
 from sdmlm.generation.verification import Sampling, Verification

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -238,29 +239,58 @@ class SDMEstimator:
         self.documents_.update({plain_id(key): str(text) for key, text in (documents or {}).items()})
         return self
 
+    def with_support(
+        self,
+        X: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        ids: Sequence[DocumentId] | None = None,
+        documents: Mapping[DocumentId, str] | None = None,
+    ) -> SDMEstimator:
+        """A copy to which `add_to_support` was applied; this estimator stays as it is."""
+        self._check_fitted()
+        new = copy.copy(self)
+        new.documents_ = dict(self.documents_)
+        new.layers_ = [copy.copy(layer) for layer in self.layers_]
+        for layer in new.layers_:
+            layer.support = copy.copy(layer.support)  # adding replaces its tensors, it does not write into them
+        return new.add_to_support(X, y, ids, documents)
+
     # Scoring
 
-    def score(self, X: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Scores:
+    def score(
+        self,
+        X: ArrayLike | Tensor,
+        exclude: ArrayLike | Tensor | None = None,
+        *,
+        alpha: float | None = None,
+        regions: Callable[[float], HighReliabilityRegion] | None = None,
+    ) -> Scores:
         """Prediction, the three signals, their bounds and the decision for each row of X.
 
         `exclude` (N,) is the support index that a point ignores, -1 for none: for points that are in the support
         themselves (see `support_index`). Those are judged by the eCDF of the training split, all others by that of
         the calibration split.
+
+        `alpha`: another one than the estimator's, for this call. `regions` gives the region that decides at an alpha,
+        where it is not to be the estimator's own (`region`).
         """
         self._check_fitted()
+        alpha = self.alpha_ if alpha is None else check_alpha(alpha)
         x = self.matrix(X, "X", self.n_features_in_, allow_empty=True)
         own = None if exclude is None else label_tensor(exclude, "exclude")
         if own is not None:
             self._check_single("score with exclude")  # every round has a support of its own
             check_lengths("X", len(x), "exclude", len(own))
+        if regions is not None:
+            self._check_single("score with regions")
         first, *others = self.layers_
-        scores = first.score(x, self.alpha_, own)
+        scores = first.score(x, alpha, own, regions)
         if not others:
             return scores
         accepted, accepted_lower = scores.accepted, scores.accepted_lower
         at = first.accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
         for layer in others:
-            other = layer.score(x, self.alpha_)
+            other = layer.score(x, alpha)
             agree = other.prediction == scores.prediction
             accepted = accepted & other.accepted & agree
             accepted_lower = accepted_lower & other.accepted_lower & agree

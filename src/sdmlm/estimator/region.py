@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sdmlm.errors import BadSetting
+
 Array = Any  # numpy array or torch tensor
 Floats = NDArray[np.float64]
 
@@ -33,7 +35,7 @@ def _like(result: NDArray[Any], given: Array) -> Array:
 def check_alpha(alpha: float) -> float:
     """alpha as a float in (0.5, 1], or ValueError."""
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.number)) or not 0.5 < alpha <= 1.0:
-        raise ValueError(f"alpha is {alpha!r} but must be above 0.5 and at most 1: 0.95 is usual.")
+        raise BadSetting("alpha", f"is {alpha!r} but must be above 0.5 and at most 1: 0.95 is usual.")
     return float(alpha)
 
 

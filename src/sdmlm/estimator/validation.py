@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sdmlm.errors import BadSetting
 from sdmlm.estimator.region import check_alpha
 
 
@@ -94,18 +95,18 @@ def check_parameters(estimator: Any) -> None:
     for name in ("exemplar_dim", "epochs", "batch_size", "rounds"):
         value = getattr(estimator, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} is {value!r} but must be a whole number of at least 1.")
+            raise BadSetting(name, f"is {value!r} but must be a whole number of at least 1.")
     rate, seed, max_q = estimator.learning_rate, estimator.seed, estimator.max_q
     if not isinstance(rate, (int, float, np.number)) or not 0 < rate < math.inf:
-        raise ValueError(f"learning_rate is {rate!r} but must be a positive number.")
+        raise BadSetting("learning_rate", f"is {rate!r} but must be a positive number.")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise ValueError(f"seed is {seed!r} but must be a whole number of at least 0.")
+        raise BadSetting("seed", f"is {seed!r} but must be a whole number of at least 0.")
     if estimator.center not in ("global", "feature"):
-        raise ValueError(f'center is {estimator.center!r} but must be "global" or "feature".')
+        raise BadSetting("center", f'is {estimator.center!r} but must be "global" or "feature".')
     if estimator.index not in ("exact", "faiss"):
-        raise ValueError(f'index is {estimator.index!r} but must be "exact" or "faiss".')
+        raise BadSetting("index", f'is {estimator.index!r} but must be "exact" or "faiss".')
     if max_q is not None and (not isinstance(max_q, (int, np.integer)) or max_q < 1):
-        raise ValueError(f"max_q is {max_q!r} but must be a whole number of at least 1, or None for no cap.")
+        raise BadSetting("max_q", f"is {max_q!r} but must be a whole number of at least 1, or None for no cap.")
 
 
 def float_matrix(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from sdmlm.errors import BadSetting
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.validation import check_parameters
 from sdmlm.finetuning.negatives import NegativePolicy, check_generations
@@ -142,9 +143,8 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         """Refuse now what the SDM layer would refuse later: with `loss="ce"` the first one comes after training."""
         try:
             check_parameters(SDMEstimator(**self.estimator_parameters()))
-        except ValueError as error:  # it begins with the estimator's name of a setting, which may have a prefix here
-            own = f"sdm_{str(error).split()[0]}"
-            raise ValueError(f"{'sdm_' if hasattr(self, own) else ''}{error}") from None
+        except BadSetting as error:  # the estimator's name of a setting may differ from ours
+            raise BadSetting(LAYER_FIELDS[error.name], error.problem) from None
 
     def tags(self) -> VerificationTags:
         """The verification tags."""

@@ -6,7 +6,6 @@ on the layer, only on the LM; loading adds them to the support, so taking one ba
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,14 +61,9 @@ def with_feedback(estimator: SDMEstimator, items: Sequence[Feedback]) -> SDMEsti
     """A copy of the estimator with these documents in its support; the one given stays as it is."""
     if not items:
         return estimator
-    new = copy.copy(estimator)
-    new.documents_ = dict(estimator.documents_)
-    new.layers_ = [copy.copy(layer) for layer in estimator.layers_]
-    for layer in new.layers_:
-        layer.support = copy.copy(layer.support)  # adding replaces its tensors, it does not write into them
     h = torch.stack([item.h for item in items])
     texts: dict[int | str, str] = {item.id: item.text for item in items}
-    return new.add_to_support(h, [item.label for item in items], [item.id for item in items], texts)
+    return estimator.with_support(h, [item.label for item in items], [item.id for item in items], texts)
 
 
 def save_feedback(sdm: Path, log: FeedbackLog, fingerprint: str) -> None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sdmlm.errors import BadCompletion, BadInput, BadPrompt, BadRow, CompletionTooLong, PromptTooLong
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.estimator.explain import Exemplar, exemplars_of, reason
+from sdmlm.estimator.explain import Exemplar, reason
 from sdmlm.estimator.region import HighReliabilityRegion, check_alpha
 from sdmlm.estimator.scores import Scores
 from sdmlm.finetuning.final_layer import fingerprint, read_final_layer_facts, write_final_layer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sdmlm.generation.search_calibration import SearchCalibration
 
 FORMAT_VERSION = 1  # of sdm/lm.json
+HALF_A_PAIR = " holds half of a surrogate pair, which is not text: remove it."
 MAX_NEW_TOKENS = 256  # where the SDM layer was saved without a bound
 
 
@@ -61,8 +63,8 @@ class SDMLanguageModel:
         facts: Mapping[str, Any],
         folder: Path | None = None,
     ) -> None:
-        if len(estimator.layers_) != 1 or len(estimator.classes_) != 2:
-            raise ValueError("The SDM layer of a language model is a single model of two classes (No, Yes).")
+        if estimator.ensemble or len(estimator.classes_) != 2:
+            raise ValueError("The SDM layer of a language model has two classes (No, Yes) and is no ensemble.")
         width = 2 * inner_lm(model).config.get_text_config().hidden_size
         if estimator.n_features_in_ != width:
             raise ValueError(
@@ -227,7 +229,7 @@ class SDMLanguageModel:
         if not answers:
             return []
         h = self.summaries(answers, progress)
-        region = self.estimator.layers_[0].region(alpha)
+        region = self.estimator.region(alpha)
         return self.verdicts(answers, h, self.score(h, alpha), region, neighbors)
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
@@ -251,12 +253,11 @@ class SDMLanguageModel:
 
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha of their own: the estimator keeps its."""
-        x = self.estimator.matrix(h, "h", self.estimator.n_features_in_, allow_empty=True)
-        return self.estimator.layers_[0].score(x, alpha, regions=self.region)
+        return self.estimator.score(h, alpha=alpha, regions=self.region)
 
     def region(self, alpha: float | None = None) -> HighReliabilityRegion:
         """The high-reliability region that answers are decided by."""
-        return widened(self.estimator.layers_[0].region(self._checked_alpha(alpha)))
+        return widened(self.estimator.region(self._checked_alpha(alpha)))
 
     def verdicts(
         self,
@@ -267,11 +268,10 @@ class SDMLanguageModel:
         neighbors: int,
     ) -> list[Verification]:
         """Answers with their scores, in words too; `region` is what they were decided by, as it was found (not widened)."""
-        tags, layer = self.tags, self.estimator.layers_[0]
+        tags = self.tags
         exemplars: list[tuple[Exemplar, ...]] = [()] * len(answers)
         if neighbors:
-            vectors, _ = layer.adaptor(self.estimator.matrix(h, "h"))
-            exemplars = exemplars_of(layer.support, vectors, layer.support_ids, self.estimator.documents_, neighbors)
+            exemplars = self.estimator.exemplars(h, neighbors)
         found = []
         for i, answer in enumerate(answers):
             c = int(scores.prediction[i])
@@ -335,17 +335,17 @@ class SDMLanguageModel:
         if not isinstance(completion, str) and not (
             isinstance(completion, Sequence) and len(completion) == 1 and _is_message(completion[0])
         ):
-            raise ValueError(
-                f"Completion {n} is {type(completion).__name__}: give text, or a list with one assistant message."
-            )
+            raise BadCompletion(n, f" is {type(completion).__name__}: give text, or a list with one assistant message.")
         text = self.tags.bare(completion_text(completion))
-        _check_spelling(text, f"Completion {n}")
+        if not _is_text(text):
+            raise BadCompletion(n, HALF_A_PAIR)
         try:
             ids = self.encoder.encode_for_judging(prompt, text)
         except ValueError as error:
-            raise ValueError(
-                f"Prompt {n} and its completion are longer together than the {self.encoder.max_length} tokens of the "
-                "model's context: shorten them."
+            raise CompletionTooLong(
+                n,
+                f" and its completion are longer together than the {self.encoder.max_length} tokens of the model's "
+                "context: shorten them.",
             ) from error
         length = len(self.encoder.encode_prompt(prompt))
         return Answer(text, ids, length, len(ids) - length)
@@ -354,33 +354,35 @@ class SDMLanguageModel:
 
     def read_prompts(self, prompts: Sequence[Any]) -> list[PromptIds]:
         """The ids of each prompt; one that cannot be answered is refused by its number."""
-        return [self._read_prompt(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts)]
+        return [self._read_prompt(prompt, n) for n, prompt in enumerate(prompts)]
 
-    def _read_prompt(self, prompt: Any, name: str) -> PromptIds:
+    def _read_prompt(self, prompt: Any, n: int) -> PromptIds:
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence) or not prompt or not all(map(_is_message, prompt)):
-                raise ValueError(
-                    f"{name} is {type(prompt).__name__}: give text, or a conversation, which is a list of "
-                    "{'role': ..., 'content': ...} with text in both."
+                raise BadPrompt(
+                    n,
+                    f" is {type(prompt).__name__}: give text, or a conversation, which is a list of "
+                    "{'role': ..., 'content': ...} with text in both.",
                 )
             if prompt[-1]["role"] == "assistant":
-                raise ValueError(f"{name} ends with an assistant message: end with what is to be answered.")
+                raise BadPrompt(n, " ends with an assistant message: end with what is to be answered.")
         text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
         last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         if not last.strip():
-            raise ValueError(f"{name} is empty: write something to answer.")
-        _check_spelling(text, name)
+            raise BadPrompt(n, " is empty: write something to answer.")
+        if not _is_text(text):
+            raise BadPrompt(n, HALF_A_PAIR)
         encoder = self.encoder
         try:
             ids = encoder.prompt_ids(prompt)
-        except ValueError as error:
-            raise ValueError(f"{name}: {str(error).partition(': ')[2]}") from error
+        except BadRow as error:
+            raise BadPrompt(n, f": {error.problem}") from error
         if encoder.max_length is None:
             return ids
         room = encoder.max_length - encoder.suffix_length - 1  # at least one token for the answer
         if len(ids) <= room or (encoder.truncate_prompt and room > 1):
             return ids
-        raise ValueError(f"{name} has {len(ids)} tokens, but the model's context leaves room for {room}: shorten it.")
+        raise PromptTooLong(n, f" has {len(ids)} tokens, but the model's context leaves room for {room}: shorten it.")
 
     def digest(self) -> str:
         """A hash over all that decisions rest on: the SDM layer and its support, feedback included."""
@@ -402,7 +404,11 @@ class SDMLanguageModel:
         """
         y = self._label(label)
         self._check_save(save)
-        answer = self._given(0, self._read_prompt(prompt, "The prompt"), completion)
+        try:
+            answer = self._given(0, self._read_prompt(prompt, 0), completion)
+        except BadInput as error:
+            error.args = (error.named(),)  # there is only one
+            raise
         h = self.summaries([answer], progress=False)[0]
         with self._latest_feedback(save) as known:
             log = known.added(self.encoder.decode(answer.ids), y, h)
@@ -630,8 +636,10 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _check_spelling(text: str, name: str) -> None:
+def _is_text(text: str) -> bool:
+    """Whether a string can be encoded as UTF-8: half of a surrogate pair cannot."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half of a surrogate pair, which is not text: remove it.") from error
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -68,8 +68,8 @@ def model_card(lm: SDMLanguageModel, name: str) -> str:
 
 
 def _layer(lm: SDMLanguageModel) -> str:
-    layer, names = lm.estimator.layers_[0], (lm.tags.no, lm.tags.yes)
-    ca, region = layer.calibration, layer.region(lm.alpha)
+    estimator, names = lm.estimator, (lm.tags.no, lm.tags.yes)
+    ca, region = estimator.calibration_, estimator.region(lm.alpha)
     right, inside = ca.predictions == ca.labels, region.contains(ca.q_prime, ca.p, ca.predictions)
     classes = []
     for c, name in enumerate(names):
@@ -88,7 +88,7 @@ def _layer(lm: SDMLanguageModel) -> str:
         )
     rows = []
     for alpha in sorted({*ALPHAS, lm.alpha}):
-        found = layer.region(alpha)
+        found = estimator.region(alpha)
         admitted = found.contains(ca.q_prime, ca.p, ca.predictions)
         psi = [_number(value) for value in found.psi]
         share = _share(int(admitted.sum()), len(admitted))
@@ -108,8 +108,8 @@ def _layer(lm: SDMLanguageModel) -> str:
         [
             "## The SDM layer",
             "",
-            f"alpha {lm.alpha:g}, q'min {_number(region.q_min)}; {len(layer.support)} support documents, "
-            f"{len(ca.labels)} calibration documents; balanced loss {layer.loss:.4f}.{feedback}",
+            f"alpha {lm.alpha:g}, q'min {_number(region.q_min)}; {len(estimator.support_ids_)} support documents, "
+            f"{len(ca.labels)} calibration documents; balanced loss {estimator.loss_:.4f}.{feedback}",
             "",
             f"Over the calibration documents, at alpha {lm.alpha:g}:",
             "",

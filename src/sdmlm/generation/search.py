@@ -168,7 +168,7 @@ def _verifications(
     if calibration is not None:  # otherwise they are decided by the layer's own region already
         scores = decided(scores, calibration.deciding, alpha)
     plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
-    shown = (lm.estimator.layers_[0] if calibration is None else calibration).region(alpha)
+    shown = (lm.estimator if calibration is None else calibration).region(alpha)
     found = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
     remark = "" if plain else NOT_CALIBRATED
     return [

@@ -190,7 +190,7 @@ def calibrate_search(
         tuple(scores.q_prime.tolist()),
         tuple((float(no), float(yes)) for no, yes in scores.p),
         tuple(found.tries),
-        tuple(lm.estimator.layers_[0].region(a) for a in sorted({*ALPHA_GRID, alpha})),
+        tuple(lm.estimator.region(a) for a in sorted({*ALPHA_GRID, alpha})),
     )
 
     if save and lm.folder is not None:
@@ -210,8 +210,8 @@ def joined(known: Sequence[SearchCalibration], more: Sequence[SearchCalibration]
 def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Numbers of the rows in the calibration half of the SDM layer whose prompts are not in its support as well."""
     check_rows(rows, lm.tags)
-    layer = lm.estimator.layers_[0]
-    numbers = [i for i in (*layer.support_ids, *layer.calibration_ids) if isinstance(i, int)]
+    support_ids, calibration_ids = lm.estimator.support_ids_, lm.estimator.calibration_ids_
+    numbers = [i for i in (*support_ids, *calibration_ids) if isinstance(i, int)]
     other = "these are not the rows that the SDM layer was fitted over: give D_ca, all of it, in its order."
     if sorted(numbers) != list(range(len(rows))):
         raise ValueError(f"The SDM layer was fitted over {len(numbers)} rows and {len(rows)} are given: {other}")
@@ -220,14 +220,14 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
             start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"]))
             if not lm.estimator.documents_.get(i, start).startswith(start):
                 raise ValueError(f"Row {i} has another prompt than document {i} of the SDM layer: {other}")
-    known = {_key(rows[i]["prompt"]) for i in layer.support_ids if isinstance(i, int)}
-    given = [lm.estimator.documents_[i] for i in layer.support_ids if not isinstance(i, int)]  # by feedback
+    known = {_key(rows[i]["prompt"]) for i in support_ids if isinstance(i, int)}
+    given = [lm.estimator.documents_[i] for i in support_ids if not isinstance(i, int)]  # by feedback
 
     def new(i: int) -> bool:
         start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"])) if given else ""
         return _key(rows[i]["prompt"]) not in known and not any(text.startswith(start) for text in given)
 
-    kept = sorted(i for i in layer.calibration_ids if new(i))
+    kept = sorted(i for i in calibration_ids if isinstance(i, int) and new(i))
     if not kept:
         raise ValueError(
             "Every calibration prompt is in the support too, so no row is left to calibrate the search on."

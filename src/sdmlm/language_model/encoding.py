@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdmlm.errors import BadRow
+
 IGNORED = -100  # the label that PyTorch's and Hugging Face's losses skip
 COLUMNS = ("prompt", "chosen", "rejected")
 Messages = Sequence[Mapping[str, str]]
@@ -233,7 +235,7 @@ class Encoder:
         try:
             return PromptIds(self._plain(self._render(messages, True)))
         except TemplateError as error:
-            raise ValueError(f"{_name(row)}: the tokenizer's chat template refuses this prompt ({error}).") from error
+            raise BadRow(row, f"the tokenizer's chat template refuses this prompt ({error}).") from error
 
     def _fitted(self, prompt_ids: list[int], following: int, row: object) -> list[int]:
         """The prompt's ids, refused or cut on the left where `following` more do not fit; BOS is kept."""
@@ -354,7 +356,7 @@ def check_rows(rows: Sequence[Mapping[str, Any]], tags: VerificationTags | None 
     if problems:
         row_number, problem = problems[0]
         others = f" ({len(problems) - 1} more rows have a problem too.)" if len(problems) > 1 else ""
-        raise ValueError(f"{_name(row_number)}: {problem}{others}")
+        raise BadRow(row_number, problem + others)
 
 
 def _problem(row: Mapping[str, Any], tags: VerificationTags) -> str | None:

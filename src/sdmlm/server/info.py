@@ -25,17 +25,17 @@ def region_facts(region: HighReliabilityRegion) -> dict[str, Any]:
 
 def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
     """The answer of GET /v1/sdm. To be called where nobody changes the model meanwhile."""
-    layer, tags = lm.estimator.layers_[0], lm.tags
-    region = layer.region(lm.alpha)
+    estimator, tags = lm.estimator, lm.tags
+    region = estimator.region(lm.alpha)
     return {
         "model": name,
         "alpha": lm.alpha,
         "tags": {part: getattr(tags, part) for part in ("open", "close", "yes", "no", "separator")},
         "classes": [tags.no, tags.yes],
         "region": region_facts(region),
-        "regions": [region_facts(layer.region(alpha)) for alpha in sorted({*ALPHA_GRID, lm.alpha})],
+        "regions": [region_facts(estimator.region(alpha)) for alpha in sorted({*ALPHA_GRID, lm.alpha})],
         "calibration": _calibration(lm, region),
-        "support_size": len(layer.support),
+        "support_size": len(estimator.support_ids_),
         "max_new_tokens": lm.sampling().max_new_tokens,
         "max_length": lm.encoder.max_length,
         "chat": bool(lm.tokenizer.chat_template),
@@ -45,7 +45,7 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
 
 def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[str, list[Any]]:
     """The calibration points as columns; a fixed random sample where there are many."""
-    ca = lm.estimator.layers_[0].calibration
+    ca = lm.estimator.calibration_
     predictions = ca.predictions
     columns = {
         "label": ca.labels,
@@ -67,8 +67,8 @@ def examples(lm: SDMLanguageModel, count: int = EXAMPLES) -> list[str]:
     if not lm.tokenizer.chat_template:
         return []
     shell = _shell(lm.encoder)
-    layer, found = lm.estimator.layers_[0], []
-    for id in layer.support_ids:
+    found: list[str] = []
+    for id in lm.estimator.support_ids_:
         document = lm.estimator.documents_.get(id, "")
         if shell is not None and document.startswith(shell[0]):
             prompt, after, _ = document[len(shell[0]) :].partition(shell[1])

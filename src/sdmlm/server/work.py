@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from sdmlm.errors import BadCompletion, BadInput, CompletionTooLong, PromptTooLong
 from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.generation.search import SearchPolicy
 from sdmlm.generation.verification import Sampling, Verification
@@ -120,7 +121,7 @@ class Worker:
                 return list(run(jobs, read))
             except Abandoned:
                 return [None] * len(jobs)
-            except ValueError:
+            except BadInput:
                 pass  # some row cannot be judged: it will say so by itself
             except Exception as error:
                 report(error)
@@ -138,9 +139,9 @@ class Worker:
             return None
         except ApiError as error:
             return error
-        except ValueError as error:
-            said = str(error).replace("Prompt 0", "The prompt").replace("Completion 0", "The completion")
-            return refused(_field(task, said), said, "context_length_exceeded" if "context" in said else None)
+        except BadInput as error:
+            too_long = isinstance(error, (PromptTooLong, CompletionTooLong))
+            return refused(_field(task, error), error.named(), "context_length_exceeded" if too_long else None)
         except Exception as error:
             report(error)
             return internal()
@@ -150,8 +151,8 @@ class Worker:
         ids: PromptIds = self.lm.read_prompts([prompt])[0]
         length, limit = len(self.lm.encoder.encode_prompt(ids)), self._max_prompt_tokens
         if limit is not None and length > limit:
-            raise ValueError(
-                f"The prompt has {length} tokens but this server takes at most {limit} as context: shorten it."
+            raise PromptTooLong(
+                0, f" has {length} tokens but this server takes at most {limit} as context: shorten it."
             )
         return ids
 
@@ -223,10 +224,10 @@ class Worker:
         return [Judged(verification, region_facts(fitting[0].region())) for verification in found]
 
     def _judged(self, verification: Verification) -> Judged:
-        return Judged(verification, region_facts(self.lm.estimator.layers_[0].region(verification.alpha)))
+        return Judged(verification, region_facts(self.lm.estimator.region(verification.alpha)))
 
 
-def _field(task: Any, said: str) -> str:
+def _field(task: Any, error: BadInput) -> str:
     """The client's name for what an error is about."""
-    what = "completion" if "completion" in said else "messages" if isinstance(task.prompt, list) else "prompt"
-    return getattr(task, "where", "") + what
+    prompt = "messages" if isinstance(task.prompt, list) else "prompt"
+    return getattr(task, "where", "") + ("completion" if isinstance(error, BadCompletion) else prompt)

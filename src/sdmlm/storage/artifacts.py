@@ -21,11 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sdmlm.errors import SDMError
+
 CONFIG = "config.json"
 SDM_FOLDER = "sdm"  # of an SDM layer, inside the folder of its LM
 
 
-class DamagedError(ValueError):
+class DamagedError(SDMError):
     """What is on disk cannot be read as what it should be."""
 
 

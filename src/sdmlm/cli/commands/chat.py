@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
 from sdmlm.cli.commands import generate
+from sdmlm.errors import BadPrompt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,8 +79,8 @@ def _answer(lm: Any, prompt: Any, args: argparse.Namespace, options: dict[str, A
     more = {"on_text": write} if streamed else {}
     try:
         (v,) = lm.generate([prompt], alpha=args.alpha, neighbors=0, progress=not streamed, **more, **options)
-    except ValueError as error:
-        raise ValueError(str(error).replace("Prompt 0", "This")) from error
+    except BadPrompt as error:
+        raise ValueError(error.named("This")) from error
     if not streamed:
         write(0, v.text)
     out.print()
