@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sdmlm import SDMConfig, SDMLanguageModel
 from sdmlm.finetuning.final_layer import fit_final_layer, save_final_layer
-from sdmlm.finetuning.negatives import generate
+from sdmlm.language_model.decoding import generate
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.summary import GenerationReader, embed_sequences
 from sdmlm.rewards import exact_match

@@ -33,7 +33,7 @@ from sdmlm import SDMEstimator, SDMLanguageModel
 from sdmlm.experiments.runs import evaluation_file, generation_room, load_task, read_evaluation
 from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
 from sdmlm.finetuning.final_layer import fit_once, positives
-from sdmlm.language_model.preference_files import read_preferences
+from sdmlm.language_model.rows import read_preferences
 from sdmlm.language_model.summary import embed_sequences
 from sdmlm.rewards import apply_reward
 from sdmlm.storage.artifacts import write_text_atomically

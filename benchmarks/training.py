@@ -115,7 +115,7 @@ def trl(model: str, rows: list[dict[str, str]]) -> dict[str, float]:
 
 
 def generation(model: str, rows: list[dict[str, str]]) -> dict[str, float]:
-    from sdmlm.finetuning.negatives import generate
+    from sdmlm.language_model.decoding import generate
     from sdmlm.language_model.encoding import Encoder
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -25,10 +25,10 @@ from sdmlm.cli.commands import calibrate, dry_run, plan
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning import recipe
 from sdmlm.finetuning.config import SDMConfig
-from sdmlm.finetuning.final_layer import fingerprint
 from sdmlm.finetuning.trainer import SDMTrainer
 from sdmlm.language_model.encoding import Encoder
-from sdmlm.storage.artifacts import read_facts, write_facts
+from sdmlm.language_model.sdm_folder import fingerprint
+from sdmlm.storage.artifacts import read_metadata, write_metadata
 
 LAYER = ["--exemplar-dim", "16", "--sdm-epochs", "5", "--sdm-learning-rate", "1e-2", "--alpha", "0.8"]
 SMALL = [
@@ -534,12 +534,12 @@ def test_calibrate_again_takes_over_the_reward_and_the_room_for_answers(
     command = ["calibrate", "model", "--data", "rows.jsonl", *LAYER]
     assert main([*command, "--output", "first", "--reward", "kind:right", "--max-new-tokens", "5"]) == 0
     assert main(["calibrate", "first", "--data", "rows.jsonl", "--output", "again"]) == 0
-    before, after = (read_facts(Path(name, "sdm", "lm.json")) for name in ("first", "again"))
+    before, after = (read_metadata(Path(name, "sdm", "lm.json")) for name in ("first", "again"))
     assert (
         (after["reward"], after["max_new_tokens"]) == (before["reward"], before["max_new_tokens"]) == ("kind:right", 5)
     )
     assert before["estimator_sha256"] == after["estimator_sha256"]
-    write_facts(Path("again/sdm/lm.json"), {**after, "reward": None})
+    write_metadata(Path("again/sdm/lm.json"), {**after, "reward": None})
     message = fails(capsys, "calibrate", "again", "--data", "rows.jsonl", "--force")
     assert "fitted with a reward that has no name: give one (--reward)" in message
 

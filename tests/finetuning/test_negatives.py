@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
-from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy, generate
+from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy
+from sdmlm.language_model.decoding import generate
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.rewards import exact_match
 
@@ -366,7 +367,7 @@ def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
 
 def test_generation_sees_the_prompt_that_training_sees(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut prompt leaves room for the row's own completions, not for the longest that might be generated."""
-    import sdmlm.finetuning.negatives as negatives
+    import sdmlm.language_model.decoding as decoding
 
     cutting = Encoder(encoder.tokenizer, max_length=60, truncate_prompt=True)
     rows = [
@@ -380,7 +381,7 @@ def test_generation_sees_the_prompt_that_training_sees(encoder: Encoder, monkeyp
         for n in batch:
             rest[-1][n].extend(enc.continuation("dog"))
 
-    monkeypatch.setattr(negatives, "_generate_batch", pretend)
+    monkeypatch.setattr(decoding, "_generate_batch", pretend)
     store = HardNegatives(NegativePolicy(0.0, 1.0, 1.0, first_epoch=0), exact_match, max_new_tokens=50)
     store.prepare(torch.nn.Identity(), cutting, rows, range(2), epoch=0, step=0, progress=False)
     for n, row in enumerate(rows):

@@ -27,13 +27,14 @@ from transformers.trainer_callback import TrainerState
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning import trainer as trainer_module
 from sdmlm.finetuning.config import METRICS, SDMConfig
-from sdmlm.finetuning.final_layer import fingerprint, fit_final_layer, fit_once, layer_metrics, read_final_layer_facts
+from sdmlm.finetuning.final_layer import fit_final_layer, fit_once, layer_metrics
 from sdmlm.finetuning.loss import sdm_next_token_loss
-from sdmlm.finetuning.negatives import generate
 from sdmlm.finetuning.schedule import EpochOrder
 from sdmlm.finetuning.trainer import SDMTrainer
+from sdmlm.language_model.decoding import generate
 from sdmlm.language_model.encoding import IGNORED, Encoder, collate
 from sdmlm.language_model.forward import has_dropout
+from sdmlm.language_model.sdm_folder import fingerprint, read_lm_metadata
 
 CHAT = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('</s>' if m['role'] == 'assistant' else '\n') }}"
@@ -824,21 +825,21 @@ def test_a_save_of_the_final_layer_that_was_cut_off_is_told(tmp_path: Path, monk
     trainer.fit_final_layer()
     trainer.save_model(str(tmp_path / "saved"))
     folder = tmp_path / "saved" / "sdm"
-    facts = read_final_layer_facts(folder)
+    facts = read_lm_metadata(folder)
     assert facts["fingerprint"] == fingerprint(trainer.model.state_dict())
     trainer.args.sdm_epochs += 1
     trainer.fit_final_layer()
     with monkeypatch.context() as patch:
-        patch.setattr("sdmlm.finetuning.final_layer.write_facts", full_disk)
+        patch.setattr("sdmlm.language_model.sdm_folder.write_metadata", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.save_model(str(tmp_path / "saved"))
     with pytest.raises(ValueError, match=r"lm\.json belongs to another SDM layer.*sdmlm calibrate --force"):
-        read_final_layer_facts(folder)
+        read_lm_metadata(folder)
     trainer.save_model(str(tmp_path / "saved"))
-    assert read_final_layer_facts(folder)["estimator_sha256"] != facts["estimator_sha256"]
+    assert read_lm_metadata(folder)["estimator_sha256"] != facts["estimator_sha256"]
     (folder / "lm.json").write_text("{}")
     with pytest.raises(ValueError, match="no whole SDM layer"):
-        read_final_layer_facts(folder)
+        read_lm_metadata(folder)
 
 
 # Bad input

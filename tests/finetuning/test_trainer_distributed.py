@@ -223,7 +223,7 @@ def test_the_saved_folder_is_a_plain_model_with_its_layer(runs: Path, kind: str)
     from transformers import AutoModelForCausalLM
 
     from sdmlm.estimator.estimator import SDMEstimator
-    from sdmlm.finetuning.final_layer import fingerprint
+    from sdmlm.language_model.sdm_folder import fingerprint
 
     folder = runs / kind / "final"
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -26,11 +26,11 @@ from sdmlm.estimator.explain import reason
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.experiments.runs import Evaluation, evaluation_file, write_evaluation
-from sdmlm.finetuning.final_layer import layer_sha256
 from sdmlm.generation import language_model as lm_module
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.forward import inner_lm
-from sdmlm.storage.artifacts import read_facts, write_facts
+from sdmlm.language_model.sdm_folder import layer_sha256
+from sdmlm.storage.artifacts import read_metadata, write_metadata
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
 SUFFIXED = ["abc\n<verified>Yes</verified>", "abc\n<verified>No</ver", "good\n<verified>Yes</verified> bad", ""]
@@ -340,7 +340,7 @@ def test_sampling_is_seeded(lm: SDMLanguageModel) -> None:
 
 
 def test_top_p_leaves_the_likeliest() -> None:
-    from sdmlm.finetuning.negatives import _pick
+    from sdmlm.language_model.decoding import _pick
 
     p = torch.tensor([0.1, 0.5, 0.15, 0.25])
     chances = torch.linspace(0, 0.999, 400)
@@ -651,8 +651,8 @@ def test_a_damaged_folder_is_refused(copied: Path, damage: Any, message: str) ->
 
 def change(sdm: Path, **facts: Any) -> None:
     path = sdm / "lm.json"
-    known = {**read_facts(path), **facts}
-    write_facts(path, {name: value for name, value in known.items() if value is not ...})
+    known = {**read_metadata(path), **facts}
+    write_metadata(path, {name: value for name, value in known.items() if value is not ...})
 
 
 def edited(path: Path, old: str, new: str) -> None:
@@ -885,18 +885,18 @@ def test_a_bound_that_no_answer_reaches_does_not_cost_the_prompt(
     lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch, bound: int | None
 ) -> None:
     """The LM reads the whole prompt where prompts may be cut and this one leaves room; of longer ones it reads half a context."""
-    import sdmlm.finetuning.negatives as negatives
+    import sdmlm.language_model.decoding as decoding
 
     encoder = Encoder(lm.tokenizer, lm.tags, max_length=40, truncate_prompt=True)
     cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.facts)
     seen: list[list[int]] = []
-    original = negatives._generate_batch
+    original = decoding._generate_batch
 
     def spy(model: Any, encoder: Encoder, rows: list[int], prompts: list[list[int]], *rest: Any) -> None:
         seen.extend(prompts[n] for n in rows)
         original(model, encoder, rows, prompts, *rest)
 
-    monkeypatch.setattr(negatives, "_generate_batch", spy)
+    monkeypatch.setattr(decoding, "_generate_batch", spy)
     v = cut.generate("abcdefgh=", max_new_tokens=bound)
     assert [encoder.decode(ids) for ids in seen] == ["abcdefgh="]
     assert v.prompt_tokens == len(seen[0])

@@ -27,7 +27,7 @@ from sdmlm.generation.search import AGAIN, KINDS, SearchPolicy, reprompted
 from sdmlm.generation.search_calibration import SearchCalibration, calibrate_search, verified_region
 from sdmlm.generation.verification import Sampling, Verification
 from sdmlm.language_model.encoding import Encoder
-from sdmlm.storage.artifacts import read_facts, write_facts
+from sdmlm.storage.artifacts import read_metadata, write_metadata
 
 PROMPTS = [row["prompt"] for row in marked_rows(40, 5)]
 HOT = SearchPolicy("resample", budget=3, temperature=1.5)
@@ -428,15 +428,15 @@ def test_a_calibration_is_kept_with_the_model(folder: Path, tmp_path: Path) -> N
     assert SDMLanguageModel.from_pretrained(copied).search_calibrations == (other, first, mine, yours)
 
     path = copied / "sdm" / "search.json"
-    facts = read_facts(path)
+    facts = read_metadata(path)
     path.write_text(path.read_text().replace('"budget": 1', '"budget": 7'))
     with pytest.raises(ValueError, match="its checksum differs"):
         SDMLanguageModel.from_pretrained(copied)
     facts["searches"][0]["labels"] = [1]
-    write_facts(path, facts)
+    write_metadata(path, facts)
     with pytest.raises(ValueError, match="its columns differ in length"):
         SDMLanguageModel.from_pretrained(copied)
-    write_facts(path, {**facts, "format_version": 2})
+    write_metadata(path, {**facts, "format_version": 2})
     with pytest.raises(ValueError, match="newer sdmlm"):
         SDMLanguageModel.from_pretrained(copied)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sdmlm.finetuning.processes import is_main_process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,3 +230,23 @@ def number(value: float) -> str:
 def warn(message: str) -> None:
     """A remark for the person at the terminal, on stderr."""
     print(f"sdmlm: {message}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def main_process_errors() -> Iterator[None]:
+    """Under `accelerate launch` only the main process reports errors; our own warnings are shown as one sentence."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+        if category is not UserWarning or not Path(filename).is_relative_to(Path(__file__).parents[1]):
+            plain(message, category, filename, *rest)
+        elif is_main_process():
+            warn(str(message))
+
+    with warnings.catch_warnings():
+        plain, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if is_main_process():
+                raise
+            raise SystemExit(2) from error

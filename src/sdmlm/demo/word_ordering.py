@@ -274,7 +274,7 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
 def _evaluate(
     lm: SDMLanguageModel, home: Path, setting: str, name: str, rows: Sequence[Mapping[str, Any]]
 ) -> Evaluation:
-    from sdmlm.finetuning.final_layer import layer_sha256
+    from sdmlm.language_model.sdm_folder import layer_sha256
 
     found = evaluate(lm, word_ordering, rows, progress=False)  # one bar is there already
     facts = {

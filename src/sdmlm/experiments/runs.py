@@ -261,7 +261,7 @@ def _with_facts(folder: Path, layer: str | None) -> tuple[dict[str, tuple[Evalua
 
 def read_runs(folder: str | Path) -> list[Run]:
     """All runs below a folder of `sdmlm replicate` that have been evaluated on something, by the SDM layer that they have now."""
-    from sdmlm.finetuning.final_layer import layer_sha256
+    from sdmlm.language_model.sdm_folder import layer_sha256
 
     runs = []
     sources: dict[tuple[str, str], tuple[str, Path]] = {}

@@ -5,7 +5,6 @@ Spec section 7: gamma_gen = gamma_diversity = 1, for every model alike, fine-tun
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -24,23 +23,12 @@ from sdmlm import __version__
 from sdmlm.estimator.activation import sdm_losses
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
-from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy
+from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy, generate_negatives
 from sdmlm.language_model.encoding import Encoder, check_rows, completion_text
-from sdmlm.language_model.forward import allow_inside, generate_negatives, inner_lm, read_documents
+from sdmlm.language_model.forward import allow_inside, inner_lm, read_documents
+from sdmlm.language_model.sdm_folder import LM_FILE, fingerprint, write_sdm_folder
 from sdmlm.rewards import Reward, check_reward, load_reward, reward_name
-from sdmlm.storage.artifacts import CONFIG, DamagedError, read_facts, write_facts
 
-LM_FILE = "lm.json"
-_FACTS = [
-    "format_version",
-    "sdmlm_version",
-    "fingerprint",
-    "tags",
-    "max_length",
-    "truncate_prompt",
-    "max_new_tokens",
-    "training",
-]
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -219,7 +207,7 @@ def save_final_layer(
         "training": training,
         "calibrated": None if data is None else dict(data),
     }
-    write_final_layer(folder, estimator, facts)
+    write_sdm_folder(folder, estimator, facts)
 
 
 def _training_before(folder: Path, fingerprint: str) -> dict[str, Any] | None:
@@ -228,52 +216,3 @@ def _training_before(folder: Path, fingerprint: str) -> dict[str, Any] | None:
         return dict(facts["training"]) if facts["fingerprint"] == fingerprint else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def write_final_layer(folder: Path, estimator: SDMEstimator, facts: Mapping[str, Any]) -> None:
-    """The estimator with these facts about it.
-
-    lm.json comes last and names the estimator it belongs to, so that a save that was cut off in between can be told.
-    """
-    estimator.save_pretrained(folder)
-    facts = {**facts, "estimator_sha256": layer_sha256(folder)}
-    write_facts(folder / LM_FILE, facts, indent=2)
-
-
-def read_final_layer_facts(folder: str | Path) -> dict[str, Any]:
-    """lm.json of an `sdm/` folder, refused where it does not belong to the estimator beside it."""
-    folder = Path(folder)
-    try:
-        facts = read_facts(folder / LM_FILE)
-        same = facts["estimator_sha256"] == layer_sha256(folder)
-        missing = [name for name in _FACTS if name not in facts]
-    except DamagedError as error:
-        raise DamagedError(f"{folder / LM_FILE} is damaged ({error}): run sdmlm calibrate --force.") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} holds no whole SDM layer of a language model: run sdmlm calibrate.") from error
-    if not same:
-        raise ValueError(
-            f"{folder / LM_FILE} belongs to another SDM layer than the one beside it, as when a save was cut off: run "
-            "sdmlm calibrate --force again."
-        )
-    if missing:
-        raise DamagedError(f"{folder / LM_FILE} is damaged ({missing[0]} is missing): run sdmlm calibrate --force.")
-    return facts
-
-
-def layer_sha256(folder: Path) -> str:
-    """Which SDM layer an `sdm/` folder holds: a hash over its config.json."""
-    return hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()  # it holds the checksums of the other files
-
-
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """A hash over a sample of every weight of an LM's state dict: was an SDM layer fitted over these weights?
-
-    Rounded to bfloat16, so that a model loaded in that type is still the one that was trained in float32.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, len(flat) // 64)].to("cpu", torch.bfloat16).contiguous()
-        digest.update(name.encode() + str(tuple(tensor.shape)).encode() + some.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()

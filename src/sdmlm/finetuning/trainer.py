@@ -44,22 +44,21 @@ from sdmlm.finetuning.final_layer import (
     save_final_layer,
 )
 from sdmlm.finetuning.loss import LogitTransform, output_head, sdm_loss_from_hidden, sdm_next_token_loss
-from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy
+from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy, generate_negatives
 from sdmlm.finetuning.phases import PhaseProgress
 from sdmlm.finetuning.schedule import EpochOrder, RowNumbers, Schedule, row_numbers
 from sdmlm.language_model.encoding import IGNORED, Encoded, Encoder, VerificationTags, check_rows, collate
 from sdmlm.language_model.forward import (
     CountedStates,
     allow_inside,
-    generate_negatives,
     has_dropout,
     inner_lm,
     logits_and_states_of,
-    open_lm,
     over_documents,
     read_documents,
     states_of,
 )
+from sdmlm.language_model.loading import load_lm, load_tokenizer
 from sdmlm.language_model.summary import summarize
 from sdmlm.rewards import Reward, check_reward, load_reward
 from sdmlm.storage.artifacts import SDM_FOLDER, write_text_atomically
@@ -101,8 +100,8 @@ class SDMTrainer(Trainer):  # type: ignore[misc]
                 "one with CUDA_VISIBLE_DEVICES."
             )
         if isinstance(model, (str, Path)):
-            processing_class = processing_class or AutoTokenizer.from_pretrained(model)
-            model = open_lm(model, torch.float32, trainable=True)
+            processing_class = processing_class or load_tokenizer(model)
+            model = load_lm(model, torch.float32, trainable=True)
         if processing_class is None:
             name = getattr(model.config, "_name_or_path", "")
             if not name:

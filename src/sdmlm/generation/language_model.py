@@ -23,12 +23,13 @@ from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.explain import Exemplar, reason
 from sdmlm.estimator.region import HighReliabilityRegion, check_alpha
 from sdmlm.estimator.scores import Scores
-from sdmlm.finetuning.final_layer import fingerprint, read_final_layer_facts, write_final_layer
-from sdmlm.finetuning.negatives import answer_room, generate
 from sdmlm.generation.feedback import FEEDBACK, FeedbackLog, load_feedback, save_feedback, with_feedback
 from sdmlm.generation.verification import Answer, AnswerText, Sampling, Verification, check_whole, widened
+from sdmlm.language_model.decoding import answer_room, generate
 from sdmlm.language_model.encoding import Encoder, Messages, Prompt, PromptIds, VerificationTags, completion_text
-from sdmlm.language_model.forward import inner_lm, open_lm
+from sdmlm.language_model.forward import inner_lm
+from sdmlm.language_model.loading import loaded, open_lm
+from sdmlm.language_model.sdm_folder import fingerprint, read_lm_metadata, write_sdm_folder
 from sdmlm.language_model.summary import GenerationReader, embed_sequences
 from sdmlm.storage.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.storage.record import copy_record
@@ -209,8 +210,8 @@ class SDMLanguageModel:
                 progress,
                 rooms=[room] * len(prompts),
                 top_p=sampling.top_p,
-                begun=begun,
-                ends=ends if sampling.stop or hears or going is not None else None,
+                prefixes=begun,
+                should_stop=ends if sampling.stop or hears or going is not None else None,
                 reader=reader,
             )
         for n, ids in enumerate(generated):
@@ -489,7 +490,7 @@ class SDMLanguageModel:
         sdm = folder / SDM_FOLDER
         if not sdm.is_dir():
             raise ValueError(f"{path} has no sdm/ folder, so it is no SDM language model: run sdmlm calibrate on it.")
-        facts = read_final_layer_facts(sdm)
+        facts = read_lm_metadata(sdm)
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         estimator = SDMEstimator.from_pretrained(sdm, where)
         try:
@@ -550,7 +551,7 @@ class SDMLanguageModel:
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         sdm = folder / SDM_FOLDER
-        write_final_layer(sdm, self._fitted, self.facts)
+        write_sdm_folder(sdm, self._fitted, self.facts)
         if self._feedback.next > 1 or (sdm / FEEDBACK).exists():
             save_feedback(sdm, self._feedback, self.facts["fingerprint"])
         save_searches(sdm, self.search_calibrations)
@@ -606,15 +607,6 @@ def _local_folder(path: str | Path, hub: Mapping[str, Any]) -> tuple[Path, bool]
         if "ConnectError" in why or "cannot find the requested files in the local cache" in why:
             why = "it cannot be reached"
         raise ValueError(f"{path} is no folder here, and the Hub did not give it: {why}.") from error
-
-
-def loaded(load: Callable[..., Any], folder: str | Path, what: str, path: str | Path, **options: Any) -> Any:
-    """What `load` gives for a folder, called `path`; trouble is told in a sentence."""
-    try:
-        return load(folder, **options)
-    except Exception as error:  # damaged files and missing packages end in errors of any kind
-        why = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
-        raise ValueError(f"The {what} of {path} could not be loaded: {why}.") from error
 
 
 def _as_list(prompts: Any) -> tuple[list[Any], bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__
 from sdmlm.experiments.runs import Evaluation, read_evaluations
-from sdmlm.finetuning.final_layer import layer_sha256
+from sdmlm.language_model.sdm_folder import layer_sha256
 from sdmlm.storage.artifacts import SDM_FOLDER
 from sdmlm.storage.record import read_record
 

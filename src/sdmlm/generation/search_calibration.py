@@ -25,7 +25,7 @@ from sdmlm.generation.search import SearchPolicy, as_policy, run_search
 from sdmlm.generation.verification import Sampling, widened
 from sdmlm.language_model.encoding import Prompt, check_rows
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
-from sdmlm.storage.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_facts, write_facts
+from sdmlm.storage.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_metadata, write_metadata
 
 if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
@@ -245,7 +245,7 @@ def _key(prompt: Prompt) -> str:
 def save_searches(sdm: Path, searches: Sequence[SearchCalibration]) -> None:
     """Write `sdm/search.json`; nothing where there is nothing to write."""
     if searches or (sdm / FILE).exists():
-        write_facts(sdm / FILE, {"format_version": FORMAT_VERSION, "searches": [c.to_dict() for c in searches]})
+        write_metadata(sdm / FILE, {"format_version": FORMAT_VERSION, "searches": [c.to_dict() for c in searches]})
 
 
 def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
@@ -254,7 +254,7 @@ def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
     if not path.exists():
         return ()
     try:
-        facts = read_facts(path)
+        facts = read_metadata(path)
         version = int(facts["format_version"])
         if version <= FORMAT_VERSION:
             return tuple(SearchCalibration.from_dict(c) for c in facts["searches"])

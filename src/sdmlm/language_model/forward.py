@@ -10,42 +10,20 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from sdmlm.finetuning.negatives import HardNegatives, Row
-from sdmlm.language_model.encoding import IGNORED, Encoded, Encoder, collate
+from sdmlm.language_model.encoding import IGNORED, Encoded, collate
 from sdmlm.language_model.summary import batches_by_length, summarize
 from sdmlm.storage.progress import track
 
 # Settings of a config that make a pass in training mode random; those of heads that a causal LM has not are no matter.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 _OTHER_HEADS = ("summary_", "classifier_")
-
-
-def open_lm(name: str | Path, dtype: Any, trainable: bool = False) -> Any:
-    """The causal LM of a folder or of the Hub; `trainable` is about the adapter, where it has one.
-
-    Adapters are opened by PEFT: `AutoModelForCausalLM` does not know all kinds, and of DoRA it leaves out a part.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import find_adapter_config_file
-
-    if find_adapter_config_file(str(name)) is None:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    from peft import PeftConfig, PeftModel
-
-    config = PeftConfig.from_pretrained(str(name))
-    if not config.base_model_name_or_path:
-        raise ValueError("its adapter_config.json names no base model (base_model_name_or_path)")
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, dtype=dtype, revision=config.revision)
-    return PeftModel.from_pretrained(base, str(name), is_trainable=trainable)
 
 
 def inner_lm(model: Any) -> Any:
@@ -186,28 +164,3 @@ def read_documents(
         empty = torch.empty(0, dtype=torch.long)
         return out, CountedStates(torch.empty(0, out.shape[1] // 2), empty, empty)
     return out, CountedStates(*(torch.cat(parts) for parts in zip(*(kept for _, _, *kept in found), strict=True)))
-
-
-def generate_negatives(
-    accelerator: Accelerator,
-    store: HardNegatives,
-    model: Any,
-    encoder: Encoder,
-    rows: Sequence[Row],
-    epoch: int,
-    step: int,
-    progress: bool = False,
-) -> list[str | None]:
-    """Fill the store for all rows of an epoch; returns what was generated for each prompt that drew a generation.
-
-    Processes share the prompts, except under FSDP, where every forward pass is a joint one: there all make the same
-    generations.
-    """
-    numbers = range(len(rows))
-    rank, world = accelerator.process_index, accelerator.num_processes
-    own = numbers if accelerator.distributed_type == DistributedType.FSDP else numbers[rank::world]
-    attempts = [asdict(a) for a in store.prepare(model, encoder, rows, own, epoch, step, progress)]
-    if world > 1:
-        attempts = gather_object(attempts)
-        store.load_state_dict({"attempts": [*store.state_dict()["attempts"], *attempts]})
-    return [a["body"] for a in attempts]

@@ -153,14 +153,14 @@ def write_text_atomically(path: str | Path, text: str) -> None:
         os.replace(partial, path)
 
 
-def write_facts(path: Path, facts: Mapping[str, Any], indent: int | None = None) -> None:
+def write_metadata(path: Path, facts: Mapping[str, Any], indent: int | None = None) -> None:
     """A JSON object with a checksum of its own, replaced in one step."""
     plain = json.loads(json.dumps(facts))
     write_text_atomically(path, json.dumps({**plain, "sha256": _digest(plain)}, indent=indent) + "\n")
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """What `write_facts` wrote; ValueError or OSError where it cannot be read or was changed since."""
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What `write_metadata` wrote; ValueError or OSError where it cannot be read or was changed since."""
     facts = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(facts, dict):
         raise DamagedError("it is no object")

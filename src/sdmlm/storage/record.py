@@ -6,10 +6,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from sdmlm.language_model.preference_files import Row
+from typing import Any
 
 RECORD = "training.json"
 _PARTS = ("status", "settings", "data", "config", "log_history")
@@ -37,7 +34,7 @@ def copy_record(folder: str | Path, target: Path) -> None:
         shutil.copy(path, target / RECORD)
 
 
-def halves(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
+def halves(rows: list[dict[str, Any]], seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Two random halves, each in the order of the file; the odd row is trained on."""
     import numpy as np
 
@@ -47,7 +44,7 @@ def halves(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
     return first, second
 
 
-def held_out(rows: list[Row], sha256: str | None, folder: str | Path) -> list[Row]:
+def held_out(rows: list[dict[str, Any]], sha256: str | None, folder: str | Path) -> list[dict[str, Any]]:
     """The rows of a file that the model in a folder was not trained on: the calibration half, where `sdmlm train` split
     this very file; all of any other. Warns where the model was trained on all of them."""
     record = read_record(folder)

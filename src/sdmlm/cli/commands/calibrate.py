@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging as std_logging
 import os
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.demo import BASE_MODEL
 from sdmlm.finetuning import recipe
+from sdmlm.finetuning.processes import is_main_process
+from sdmlm.language_model.loading import require_transformers
 from sdmlm.storage.record import copy_record, held_out
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Fit, save, summarise."""
-    with one_voice():
+    with common.main_process_errors():
         _calibrate(args)
 
 
@@ -69,7 +68,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     from sdmlm.finetuning.final_layer import completion_room, fit_final_layer, position_limit, save_final_layer
     from sdmlm.language_model.encoding import Encoder
     from sdmlm.language_model.forward import inner_lm
-    from sdmlm.language_model.preference_files import read_preferences
+    from sdmlm.language_model.loading import load_lm, load_tokenizer
+    from sdmlm.language_model.rows import read_preferences
     from sdmlm.rewards import reward_as_fitted
     from sdmlm.storage.artifacts import SDM_FOLDER
 
@@ -82,15 +82,15 @@ def _calibrate(args: argparse.Namespace) -> None:
     rows = held_out(data.rows, data.sha256, args.model)
     reward = reward_as_fitted(args.reward, fitted)
     tokenizer = load_tokenizer(args.model)
-    if len(rows) < len(data) and is_main():
+    if len(rows) < len(data) and is_main_process():
         common.warn(f"{data.source} was split for training: only the {len(rows)} rows are used that were held out.")
-    model = load_model(args.model, "auto").to(config.device)
+    model = load_lm(args.model, "auto").to(config.device)
     encoder = Encoder(tokenizer, config.tags(), position_limit(model, config.max_length), config.truncate_prompt)
     check_lengths(encoder, rows, data.source)
     config.max_new_tokens = config.max_new_tokens or completion_room(encoder, rows)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
         estimator = fit_final_layer(model, encoder, rows, config, reward)
-    if not is_main():
+    if not is_main_process():
         return
     weights = inner_lm(model).state_dict()
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
@@ -116,7 +116,7 @@ def _as_before(model: str) -> dict[str, Any]:
     """How documents were put to this model when its SDM layer was fitted: a new layer must see them likewise. And the settings
     of that layer.
 
-    Not by `read_final_layer_facts`: where a save was cut off, this command is the repair, and the older facts are right.
+    Not by `read_lm_metadata`: where a save was cut off, this command is the repair, and the older facts are right.
     """
     from sdmlm.finetuning.config import LAYER_FIELDS
     from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER
@@ -152,95 +152,6 @@ def _target(args: argparse.Namespace) -> Path:
 
 
 # What `sdmlm train` needs too
-
-
-@contextlib.contextmanager
-def one_voice() -> Iterator[None]:
-    """Under `accelerate launch` only the first process says what went wrong; warnings of ours come as one sentence."""
-
-    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
-        if category is not UserWarning or not Path(filename).is_relative_to(Path(__file__).parents[2]):
-            plain(message, category, filename, *rest)
-        elif is_main():
-            common.warn(str(message))
-
-    with warnings.catch_warnings():
-        plain, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            if is_main():
-                raise
-            raise SystemExit(2) from error
-
-
-def is_main() -> bool:
-    """Whether this is the first process of the run; torchrun and `accelerate launch` set RANK."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def require_transformers() -> None:
-    """Refuse to go on without the libraries of the extra `lm`."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("transformers", "datasets", "accelerate", "peft") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f'{missing[0]} is not installed: install the extra lm (in a clone: pip install -e ".[lm]").')
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # "Loading weights" would stand among our own lines
-    # A remark on the file system, of no use to anybody here
-    std_logging.getLogger("transformers.trainer_utils").addFilter(_not_about_mtime)
-
-
-def _not_about_mtime(record: std_logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("mtime may not be reliable")
-
-
-def _check_model_folder(model: str) -> None:
-    folder = Path(model)
-    if not folder.exists():
-        if model.count("/") > 1 or model.startswith((".", "~", "/")) or "/" not in model:
-            raise ValueError(f"The model {model} does not exist: name a folder, or a model of the Hub as org/name.")
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{model} is a file: name the folder of a model.")
-    names = {p.name for p in folder.iterdir()}
-    if not names & {"config.json", "adapter_config.json"}:
-        raise ValueError(f"{model} holds no config.json: it is not a model folder.")
-    if not any(n.endswith((".safetensors", ".bin")) for n in names - {"training_args.bin"}):
-        raise ValueError(f"{model} holds no weights (.safetensors or .bin).")
-    if not any(n.startswith(("tokenizer", "vocab.")) or n.endswith(".model") for n in names):
-        raise ValueError(f"{model} holds no tokenizer: save the model's tokenizer into it.")
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model folder, which must hold weights too, or of a model on the Hub."""
-    from transformers import AutoTokenizer
-
-    _check_model_folder(model_path(model))
-    return loaded(AutoTokenizer.from_pretrained, model, "tokenizer")
-
-
-def load_model(model: str, dtype: Any) -> Any:
-    """The causal LM of a folder or of the Hub."""
-    from sdmlm.language_model.forward import open_lm
-
-    return loaded(open_lm, model, "model", dtype=dtype)
-
-
-def model_path(model: str) -> str:
-    """The model as given, or where the base LM of the demo lies; a folder of that name is ./demo."""
-    return str(BASE_MODEL) if model == "demo" else model
-
-
-def loaded(load: Callable[..., Any], model: str, what: str, **options: Any) -> Any:
-    """What `load` gives for a model; trouble is told in a sentence."""
-    from sdmlm.generation import language_model as lm
-
-    path = model_path(model)
-    called = model if Path(path).exists() else f"{model} (no folder here, so looked for on the Hub)"
-    return lm.loaded(load, path, what, called, **options)
 
 
 def check_lengths(encoder: Any, rows: list[dict[str, Any]], source: str) -> None:

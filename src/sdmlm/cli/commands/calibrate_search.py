@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands.calibrate import REWARD_HELP, one_voice
+from sdmlm.cli.commands.calibrate import REWARD_HELP
 from sdmlm.cli.commands.generate import add_model, add_writing, load, policy
 from sdmlm.storage.record import held_out
 
@@ -37,13 +37,13 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Search on the calibration prompts, find the region, save it with the model."""
-    with one_voice():
+    with common.main_process_errors():
         _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:
     from sdmlm.generation.search_calibration import calibrate_search
-    from sdmlm.language_model.preference_files import read_preferences
+    from sdmlm.language_model.rows import read_preferences
 
     search = policy(args)
     assert search is not None  # the option is required

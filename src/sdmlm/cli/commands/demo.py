@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
 
         run_digits(args.output or "runs/digits", args.fast, common.console(args))
         return
-    from sdmlm.cli.commands.calibrate import require_transformers
+    from sdmlm.language_model.loading import require_transformers
 
     require_transformers()
     from sdmlm.demo.word_ordering import run_demo

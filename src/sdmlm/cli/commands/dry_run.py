@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from sdmlm.cli import common
 from sdmlm.cli.commands import calibrate
 from sdmlm.cli.commands.plan import Plan, announce
+from sdmlm.finetuning.processes import is_main_process
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from sdmlm.language_model.encoding import Encoded, Encoder
-    from sdmlm.language_model.preference_files import Row
+    from sdmlm.language_model.rows import PreferenceRow
 
 
 def rehearse(args: argparse.Namespace, plan: Plan) -> None:
@@ -33,7 +34,7 @@ def rehearse(args: argparse.Namespace, plan: Plan) -> None:
         "memory": _memory(plan, encoded),
         "steps": _steps(plan),
     }
-    if calibrate.is_main():
+    if is_main_process():
         out = common.console(args)
         announce(plan)
         _show_examples(out, plan, encoded, positive["train"])
@@ -45,7 +46,7 @@ def rehearse(args: argparse.Namespace, plan: Plan) -> None:
         for source in plan.sources:
             calibrate.check_lengths(plan.encoder, source.rows, source.source)
     check_draws(plan.config, len(plan.train), len(plan.calibration))
-    if calibrate.is_main():
+    if is_main_process():
         common.console(args).print("Dry run: nothing was trained or written.")
 
 
@@ -59,7 +60,7 @@ def _encode_all(plan: Plan) -> tuple[list[tuple[Encoded, Encoded] | None], dict[
     limit = encoder.max_length
     lengths, over, refused = [], 0, 0
     encoded: list[tuple[Encoded, Encoded] | None] = []
-    for row in track([*plan.train, *plan.calibration], "Encoding", calibrate.is_main()):
+    for row in track([*plan.train, *plan.calibration], "Encoding", is_main_process()):
         pair = _pair(unbounded, row)
         longest = max(len(e.input_ids) for e in pair)
         lengths.append(longest)
@@ -82,7 +83,7 @@ def _encode_all(plan: Plan) -> tuple[list[tuple[Encoded, Encoded] | None], dict[
     return encoded[: len(plan.train)], facts
 
 
-def _pair(encoder: Encoder, row: Row) -> tuple[Encoded, Encoded]:
+def _pair(encoder: Encoder, row: PreferenceRow) -> tuple[Encoded, Encoded]:
     return encoder.encode(row["prompt"], row["chosen"], True), encoder.encode(row["prompt"], row["rejected"], False)
 
 

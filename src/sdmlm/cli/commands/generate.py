@@ -112,7 +112,7 @@ def policy(args: argparse.Namespace) -> SearchPolicy | None:
 
 def load(args: argparse.Namespace) -> SDMLanguageModel:
     """The model."""
-    from sdmlm.cli.commands.calibrate import require_transformers
+    from sdmlm.language_model.loading import require_transformers
 
     require_transformers()
     from sdmlm.generation.language_model import SDMLanguageModel

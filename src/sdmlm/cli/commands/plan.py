@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands import calibrate
 from sdmlm.finetuning import recipe
+from sdmlm.finetuning.processes import is_main_process
+from sdmlm.language_model.loading import load_by_name, load_tokenizer, model_path
 from sdmlm.storage.record import RECORD, halves, read_record
 
 if TYPE_CHECKING:
     from sdmlm.finetuning.config import SDMConfig
     from sdmlm.language_model.encoding import Encoder
-    from sdmlm.language_model.preference_files import PreferenceRows, Row
+    from sdmlm.language_model.rows import PreferenceRow, PreferenceRows
 
 OPTIONS = {
     "model": str,
@@ -116,8 +117,8 @@ class Plan:
     skeleton: Any  # the model without memory for its weights
     encoder: Encoder
     sources: list[PreferenceRows]
-    train: list[Row]
-    calibration: list[Row]
+    train: list[PreferenceRow]
+    calibration: list[PreferenceRow]
     data: dict[str, Any]  # about the rows, for the record
     resumed: bool
 
@@ -126,7 +127,7 @@ def make_plan(settings: dict[str, Any], config: SDMConfig, record: dict[str, Any
     """Read the rows, the tokenizer and the shapes of the model; refuses rows other than those of the run to resume."""
     from sdmlm.finetuning.final_layer import position_limit
     from sdmlm.language_model.encoding import Encoder
-    from sdmlm.language_model.preference_files import read_preferences
+    from sdmlm.language_model.rows import read_preferences
     from sdmlm.rewards import check_reward, load_reward
 
     reward = load_reward(settings.get("reward"))
@@ -147,7 +148,7 @@ def make_plan(settings: dict[str, Any], config: SDMConfig, record: dict[str, Any
             raise ValueError(
                 f"The {name} rows ({data[name]['source']}) have changed since this run began: --resume needs the same."
             )
-    tokenizer = calibrate.load_tokenizer(settings["model"])
+    tokenizer = load_tokenizer(settings["model"])
     skeleton = _skeleton(settings)
     limit = position_limit(skeleton, config.max_length)
     encoder = Encoder(tokenizer, config.tags(), limit, config.truncate_prompt)
@@ -156,7 +157,7 @@ def make_plan(settings: dict[str, Any], config: SDMConfig, record: dict[str, Any
 
 def announce(plan: Plan) -> None:
     """What a person should know about the rows."""
-    if not calibrate.is_main():
+    if not is_main_process():
         return
     if len(plan.sources) == 1:
         common.warn(
@@ -170,7 +171,7 @@ def announce(plan: Plan) -> None:
         )
 
 
-def _key(row: Row) -> str:
+def _key(row: PreferenceRow) -> str:
     return json.dumps(row["prompt"], sort_keys=True)
 
 
@@ -179,10 +180,10 @@ def _skeleton(settings: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(calibrate.model_path(settings["model"]))
+    folder = Path(model_path(settings["model"]))
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds an adapter: merge it into its model first (peft: merge_and_unload).")
-    config = calibrate.loaded(AutoConfig.from_pretrained, settings["model"], "configuration")
+    config = load_by_name(AutoConfig.from_pretrained, settings["model"], "configuration")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

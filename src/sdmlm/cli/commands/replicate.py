@@ -21,10 +21,12 @@ from sdmlm.cli import common
 from sdmlm.cli.commands import calibrate, train
 from sdmlm.cli.commands.plan import OPTIONS, Plan, is_free, make_plan, read_settings, record_to_resume
 from sdmlm.finetuning import recipe
+from sdmlm.finetuning.processes import is_main_process
+from sdmlm.language_model.loading import require_transformers
 from sdmlm.storage.record import read_record
 
 if TYPE_CHECKING:
-    from sdmlm.language_model.preference_files import PreferenceRows
+    from sdmlm.language_model.rows import PreferenceRows
 
 EXAMPLES = """\
   sdmlm replicate recipes/stories15m --output runs/stories15m --dry-run
@@ -93,8 +95,8 @@ class Job:
 
 def run(args: argparse.Namespace) -> None:
     """Everything is checked before the first run begins."""
-    with calibrate.one_voice():
-        calibrate.require_transformers()
+    with common.main_process_errors():
+        require_transformers()
         from sdmlm.storage.artifacts import locked
 
         jobs = _jobs(args)
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
             return
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         for n, job in enumerate(jobs, start=1):
-            with locked(job.folder, wait=False) if calibrate.is_main() else contextlib.nullcontext(True) as ours:
+            with locked(job.folder, wait=False) if is_main_process() else contextlib.nullcontext(True) as ours:
                 if not ours and not alone:
                     raise ValueError(f"{job.folder} is being worked on by another process: wait for it.")
                 if not ours:
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
                 _train(job, f"[{n}/{len(jobs)}] {job.name}")
                 if alone:
                     _evaluate(job, f"[{n}/{len(jobs)}] {job.name}")
-        if not calibrate.is_main():
+        if not is_main_process():
             return  # what is left needs no other process
         if not alone:
             for n, job in enumerate(jobs, start=1):
@@ -145,7 +147,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             own = {**settings, "seed": seed}
             same = next((job for job in jobs if _difference(job.settings, own, _CONTENT) is None), None)
             if same is not None:
-                if calibrate.is_main():
+                if is_main_process():
                     common.warn(f"{path} with seed {seed} is the same run as {same.recipe}: left out.")
                 continue
             jobs.append(Job(path, seed, own, output / name / f"seed-{seed}"))
@@ -331,7 +333,7 @@ def _left(job: Job) -> list[str]:
 
 
 def _layer(job: Job) -> str:
-    from sdmlm.finetuning.final_layer import layer_sha256
+    from sdmlm.language_model.sdm_folder import layer_sha256
     from sdmlm.storage.artifacts import SDM_FOLDER
 
     return layer_sha256(job.folder / SDM_FOLDER)
@@ -369,14 +371,14 @@ def _train(job: Job, title: str) -> None:
     """Fine-tune unless that is done; the checkpoints of a finished run go."""
     record = job.record()
     if record is None or record["status"] != "finished":
-        if calibrate.is_main():
+        if is_main_process():
             common.warn(f"{title}: {'training' if record is None else 'training goes on'}")
         try:
             train.train(_plan(job, record), resume=True)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on from the last checkpoint.") from None
         gc.collect()  # the trainer refers to itself
-    if calibrate.is_main():
+    if is_main_process():
         for folder in job.folder.glob("checkpoint-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -403,7 +405,7 @@ def _evaluate(job: Job, title: str) -> None:
 
 
 def _rows(job: Job, test: str) -> PreferenceRows:
-    from sdmlm.language_model.preference_files import read_preferences
+    from sdmlm.language_model.rows import read_preferences
 
     return read_preferences(job.settings["tests"][test])
 

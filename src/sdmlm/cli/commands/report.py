@@ -28,9 +28,10 @@ def run(args: argparse.Namespace) -> None:
     """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.experiments.runs import read_evaluations
-    from sdmlm.finetuning.final_layer import layer_metrics, layer_sha256, read_final_layer_facts
+    from sdmlm.finetuning.final_layer import layer_metrics
     from sdmlm.generation.feedback import load_feedback, with_feedback
     from sdmlm.generation.search_calibration import load_searches
+    from sdmlm.language_model.sdm_folder import layer_sha256, read_lm_metadata
     from sdmlm.report.language_model import write_report
     from sdmlm.storage.artifacts import SDM_FOLDER
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     output = args.output or str(folder / "report.html")
     common.check_output_file(output, ".html")
     sdm = folder / SDM_FOLDER
-    facts = read_final_layer_facts(sdm)
+    facts = read_lm_metadata(sdm)
     estimator = SDMEstimator.from_pretrained(sdm)
     if args.alpha is not None:
         estimator.recalibrate(args.alpha)

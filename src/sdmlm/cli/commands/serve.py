@@ -46,7 +46,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Load, listen, serve until a signal."""
-    from sdmlm.cli.commands.calibrate import require_transformers
+    from sdmlm.language_model.loading import require_transformers
 
     settings = settings_of(args)
     require_server()

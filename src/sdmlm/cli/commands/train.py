@@ -14,6 +14,8 @@ from sdmlm.cli import common
 from sdmlm.cli.commands import calibrate, dry_run
 from sdmlm.cli.commands.plan import Plan, announce, lora, make_plan, read_settings, record_to_resume
 from sdmlm.finetuning import recipe
+from sdmlm.finetuning.processes import is_main_process
+from sdmlm.language_model.loading import load_lm, require_transformers
 from sdmlm.storage.record import RECORD
 
 if TYPE_CHECKING:
@@ -56,8 +58,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Gather the settings, read the rows, train or rehearse."""
-    with calibrate.one_voice():
-        calibrate.require_transformers()
+    with common.main_process_errors():
+        require_transformers()
         record = record_to_resume(args)
         settings, config = read_settings(args, record)
         if record is not None and record["status"] == "finished" and not args.dry_run:
@@ -87,7 +89,7 @@ def train(plan: Plan, resume: bool) -> dict[str, Any]:
     for source in plan.sources:
         calibrate.check_lengths(plan.encoder, source.rows, source.source)
     plan.skeleton = None
-    model = calibrate.load_model(settings["model"], torch.float32)
+    model = load_lm(settings["model"], torch.float32)
     try:
         trainer = SDMTrainer(
             model, config, plan.train, plan.calibration, plan.tokenizer, settings.get("reward"), lora(settings)
@@ -98,7 +100,7 @@ def train(plan: Plan, resume: bool) -> dict[str, Any]:
         ) from error
     announce(plan)
     trainer.accelerator.wait_for_everyone()  # all have looked at the folder: from here on it is ours
-    if calibrate.is_main() and not plan.resumed:
+    if is_main_process() and not plan.resumed:
         _write_record(output, plan, "started", trainer.args, [], None)
     with contextlib.redirect_stdout(sys.stderr):  # logs, and whatever a reward prints: stdout is for the summary
         trainer.train(resume_from_checkpoint=resume)
@@ -115,7 +117,7 @@ def train(plan: Plan, resume: bool) -> dict[str, Any]:
         "data": plan.data,
         **calibrate.layer_facts(trainer.estimator, config),
     }
-    if calibrate.is_main():
+    if is_main_process():
         _write_record(output, plan, "finished", trainer.args, state.log_history, summary)
     return summary
 
@@ -153,7 +155,7 @@ def _tell_finished(args: argparse.Namespace, record: dict[str, Any], output: str
 
 def _tell(args: argparse.Namespace, summary: dict[str, Any], first: str | None = None) -> None:
     """The summary of a finished run."""
-    if not calibrate.is_main():
+    if not is_main_process():
         return
     if args.json:
         common.print_json(summary)

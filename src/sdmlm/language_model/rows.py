@@ -17,7 +17,7 @@ from typing import Any
 from sdmlm.language_model.encoding import VerificationTags, check_rows
 from sdmlm.storage.text_files import decode, json_lines, parquet_table, parse_json
 
-Row = dict[str, Any]
+PreferenceRow = dict[str, Any]  # prompt, chosen, rejected, and any further columns
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>.+))?")
 
 
@@ -26,7 +26,7 @@ class PreferenceRows:
     """The rows of a source, with the SHA-256 of the file (for a data set of the Hub: of its rows as JSON lines)."""
 
     source: str
-    rows: list[Row]
+    rows: list[PreferenceRow]
     sha256: str
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ def read_preferences(source: str, tags: VerificationTags | None = None) -> Prefe
     return PreferenceRows(source, rows, sha256)
 
 
-def _read_jsonl(source: str, content: bytes) -> list[Row]:
+def _read_jsonl(source: str, content: bytes) -> list[PreferenceRow]:
     rows = []
     for where, row in json_lines(decode(content, source), source, " with prompt, chosen and rejected"):
         _check_spelling(row, where)
@@ -67,7 +67,7 @@ def _read_jsonl(source: str, content: bytes) -> list[Row]:
     return rows
 
 
-def _check_spelling(row: Row, where: str) -> None:
+def _check_spelling(row: PreferenceRow, where: str) -> None:
     """JSON can write half of a surrogate pair, which is no text that a tokenizer could read."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -75,7 +75,7 @@ def _check_spelling(row: Row, where: str) -> None:
         raise ValueError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is not text: remove it.") from error
 
 
-def _read_json(source: str, content: bytes) -> list[Row]:
+def _read_json(source: str, content: bytes) -> list[PreferenceRow]:
     rows = parse_json(decode(content, source) or "[]", source)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{source} must hold one list of objects with prompt, chosen and rejected.")
@@ -84,19 +84,19 @@ def _read_json(source: str, content: bytes) -> list[Row]:
     return rows
 
 
-def _read_parquet(source: str, content: bytes) -> list[Row]:
-    rows: list[Row] = parquet_table(content, source).to_pylist()
+def _read_parquet(source: str, content: bytes) -> list[PreferenceRow]:
+    rows: list[PreferenceRow] = parquet_table(content, source).to_pylist()
     return rows
 
 
-_READERS: dict[str, Callable[[str, bytes], list[Row]]] = {
+_READERS: dict[str, Callable[[str, bytes], list[PreferenceRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
 }
 
 
-def _read_hub(source: str, name: str, split: str) -> list[Row]:
+def _read_hub(source: str, name: str, split: str) -> list[PreferenceRow]:
     import datasets
 
     try:
@@ -106,7 +106,7 @@ def _read_hub(source: str, name: str, split: str) -> list[Row]:
         raise ValueError(f"{source} is no file here, and the Hub gave no such rows: {reason}.") from error
 
 
-def _digest(rows: list[Row]) -> str:
+def _digest(rows: list[PreferenceRow]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=True, default=str).encode() + b"\n")

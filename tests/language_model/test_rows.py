@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sdmlm.language_model.encoding import VerificationTags
-from sdmlm.language_model.preference_files import read_preferences
+from sdmlm.language_model.rows import read_preferences
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a=", "chosen": "ä", "rejected": "b", "level": 1},
