@@ -23,6 +23,10 @@ class BadRow(SDMError):
         self.row, self.problem = row, problem
 
 
+class ControlText(SDMError):
+    """Text from outside that would become a control token, and cannot be encoded in another way."""
+
+
 class BadInput(SDMError):
     """A prompt or completion that cannot be used.
 

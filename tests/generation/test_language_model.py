@@ -146,7 +146,9 @@ def by_hand(lm: SDMLanguageModel, prompt: str, text: str, alpha: float) -> dict[
 def test_verdicts_are_those_of_the_spec(lm: SDMLanguageModel, wild: list[Verification]) -> None:
     # Not a document of the calibration half itself: rounding would decide whether its q' is below its own.
     known = {row["prompt"] for row in calibration_rows()}
-    pairs = [(p, v.text) for p, v in zip(PROMPTS, wild, strict=True) if p not in known][:10]
+    # Nor an answer with control strings, which by_hand would encode as control tokens.
+    pairs = [(p, v.text) for p, v in zip(PROMPTS, wild, strict=True) if p not in known and "<s>" not in v.text][:10]
+    assert len(pairs) == 10
     pairs += [("abc=", "abd."), ("abc=", "abc."), ("hgf=", "")]
     assert "abc=" not in known
     found = lm.verify(*map(list, zip(*pairs, strict=True)), alpha=0.75)

@@ -293,9 +293,11 @@ def test_system_messages_and_turns() -> None:
     assert Encoder(tokenizer).encode_prompt(messages) == tokenizer("Be a dog.\n\nSay hi.\n\nhi\n\nAgain.")["input_ids"]
 
 
-def test_bos_is_not_doubled_and_no_special_tokens_are_needed() -> None:
+def test_bos_in_a_prompt_is_text_and_no_special_tokens_are_needed() -> None:
     tokenizer = TOKENIZERS["byte-level"]
-    assert Encoder(tokenizer).encode_prompt("<|begin|>hi") == tokenizer("hi")["input_ids"]
+    ids = Encoder(tokenizer).encode_prompt("<|begin|>hi")
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids) == "<|begin|><|begin|>hi"
     bare = PreTrainedTokenizerFast(tokenizer_object=byte_level(hungry=True)._tokenizer)
     assert (bare.pad_token_id, bare.eos_token_id) == (None, None)
     encoder = Encoder(bare)

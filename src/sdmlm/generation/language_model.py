@@ -326,10 +326,14 @@ class SDMLanguageModel:
         )
 
     def _up_to_tag(self, ids: list[int]) -> list[int]:
-        """Generated ids up to and including their right-most `<verified>`, or with one appended."""
+        """Generated ids up to and including their right-most `<verified>`, or with one appended.
+
+        Control tokens that the LM wrote into its answer are left out: no answer may hold turns of its own.
+        """
         turn, tag = self.encoder.turn(ids), self.encoder.open_ids
         ends = range(len(turn) - len(tag), -1, -1)
-        return turn[: next((n for n in ends if turn[n : n + len(tag)] == tag), len(turn))] + tag
+        body = turn[: next((n for n in ends if turn[n : n + len(tag)] == tag), len(turn))]
+        return [i for i in body if i not in self.encoder.control_ids] + tag
 
     def _given(self, n: int, prompt: PromptIds, completion: Any) -> Answer:
         """A completion that somebody else wrote."""
@@ -342,6 +346,8 @@ class SDMLanguageModel:
             raise BadCompletion(n, HALF_A_PAIR)
         try:
             ids = self.encoder.encode_for_judging(prompt, text)
+        except BadRow as error:
+            raise BadCompletion(n, f": {error.problem}") from error
         except ValueError as error:
             raise CompletionTooLong(
                 n,

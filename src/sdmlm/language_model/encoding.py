@@ -1,8 +1,8 @@
-"""Documents as token ids: segments, contrastive masking, verification tags (spec section 7, the paper's Table 1).
+"""Documents as token ids: segments, contrastive masking, verification tags (the paper's Table 1).
 
 A document is prompt + body + separator + `<verified>` + `Yes</verified>` (or `No</verified>`) + what closes the turn.
 The segments are tokenised apart and joined, so no token ever straddles two of them and masks and positions are exact
-for every tokenizer. The tags are ours to add, not the user's.
+for every tokenizer. The tags are ours to add, not the user's, and no text from outside becomes a control token (`content`).
 
 Rows follow TRL's preference format: `prompt`, `chosen`, `rejected`, either strings or lists of role/content. The model
 decides how a prompt is put: with a chat template a string is one user message; without one the text stands as it is,
@@ -19,104 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdmlm.errors import BadRow
+from sdmlm.errors import BadRow, ControlText
+from sdmlm.language_model.chat import ChatTemplate, Messages
+from sdmlm.language_model.content import TextEncoder
+from sdmlm.language_model.tags import VerificationTags, overlap
 
 IGNORED = -100  # the label that PyTorch's and Hugging Face's losses skip
 COLUMNS = ("prompt", "chosen", "rejected")
-Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages
+
+__all__ = [
+    "COLUMNS",
+    "IGNORED",
+    "Encoded",
+    "Encoder",
+    "Messages",
+    "Prompt",
+    "PromptIds",
+    "VerificationTags",
+    "check_rows",
+    "collate",
+    "completion_text",
+    "encode",
+    "overlap",
+]  # fmt: skip
 
 
 class PromptIds(list[int]):
     """A prompt as `Encoder.prompt_ids` has read it; an encoder takes it in place of the prompt, and need not read it again."""
-
-
-@dataclass(frozen=True)
-class VerificationTags:
-    """The tags and the two answers: the one place where they are written."""
-
-    open: str = "<verified>"
-    close: str = "</verified>"
-    yes: str = "Yes"
-    no: str = "No"
-    separator: str = "\n"
-
-    def __post_init__(self) -> None:
-        if not all((self.open, self.close, self.yes, self.no)):
-            raise ValueError("VerificationTags: open, close, yes and no must not be empty.")
-        if self.open in self.close or self.close in self.open:
-            raise ValueError(
-                f"VerificationTags: open ({self.open!r}) and close ({self.close!r}) must not contain each other."
-            )
-        if self.yes.startswith(self.no) or self.no.startswith(self.yes):
-            raise ValueError(f"VerificationTags: yes ({self.yes!r}) and no ({self.no!r}) must not begin alike.")
-
-    def answer(self, verified: bool) -> str:
-        """What follows the opening tag: `Yes</verified>` or `No</verified>`."""
-        return (self.yes if verified else self.no) + self.close
-
-    def suffix(self, verified: bool) -> str:
-        """All that follows the body."""
-        return self.separator + self.open + self.answer(verified)
-
-    def strip_suffix(self, completion: str) -> str:
-        """The body of a completion of the user's data: a whole verification suffix at its end is taken off."""
-        text = completion.rstrip()
-        for verified in (True, False):
-            if text.endswith(self.open + self.answer(verified)):
-                return text.removesuffix(self.open + self.answer(verified)).removesuffix(self.separator)
-        return completion
-
-    def split(self, generated: str) -> tuple[str, bool | None]:
-        """Body and verdict of a generated text, at its right-most opening tag; no legible verdict is None."""
-        body, tag, rest = generated.rpartition(self.open)
-        if not tag:
-            body, rest = generated, ""
-        verdict = True if rest.startswith(self.yes) else False if rest.startswith(self.no) else None
-        return body.removesuffix(self.separator), verdict
-
-    def read(self, generated: str) -> tuple[str, bool | None]:
-        """As `split`, but the body never ends in a tag or the beginning of one, which a limit may have cut off."""
-        body, verdict = self.split(generated)
-        cut = overlap(body, self.separator + self.open) if self.separator else 0
-        return self.bare(body[: len(body) - cut] if cut > len(self.separator) else body), verdict
-
-    def bare(self, text: str) -> str:
-        """A text without a verification suffix at its end, whole or cut off, however many there are.
-
-        A single character that a tag begins with may be text like any other, and stays.
-        """
-
-        def before(at: int) -> int:
-            return at - len(self.separator) * text.endswith(self.separator, 0, at)
-
-        end, at = len(text), text.rfind(self.open)
-        while True:
-            begun = overlap(text[max(0, end - len(self.open)) : end], self.open)
-            left = before(end - begun) if begun > 1 else end
-            while at >= 0:
-                rest = text[at + len(self.open) : left].strip()
-                if at + len(self.open) > left:
-                    at = text.rfind(self.open, 0, left)
-                elif any(self.answer(verified).startswith(rest) for verified in (True, False)):
-                    left = before(at)
-                else:
-                    break
-            if left == end:
-                return text[:end]
-            end = left
-
-    def certain(self, text: str) -> str:
-        """Of a text that goes on, or goes on with a tag, what is surely part of the answer."""
-        end, marks = len(text), (self.separator + self.open, self.open, self.separator)
-        while True:
-            # All separators at once: a model stuck on newlines writes thousands.
-            while self.separator and text.endswith(self.separator, 0, end):
-                end -= len(self.separator)
-            tail = text[max(0, end - len(marks[0])) : end]
-            if not (begun := max(overlap(tail, mark) for mark in marks)):
-                return text[:end]
-            end -= begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +76,17 @@ class Encoder:
 
     def __post_init__(self) -> None:
         tok = self.tokenizer
-        self._anchor = self._plain("a")
-        self._anchor_length = len(self._spelled(self._anchor))
-        self._adds_space = self.decode(self._anchor) != "a"
-        self._anchors = {anchor: self._plain(anchor) for anchor in ("\n", ">", "a", ".", "0")}
+        self._text = TextEncoder(tok)
+        self._chat = ChatTemplate(self._text) if tok.chat_template else None
         # What the tokenizer puts before a text (BOS or nothing). What it may put after it is no part of a prompt.
-        whole = list(tok("a", verbose=False)["input_ids"])
-        width = len(self._anchor)
-        self._before = whole[: next((i for i in range(len(whole)) if whole[i : i + width] == self._anchor), 0)]
+        whole, anchor = list(tok("a", verbose=False)["input_ids"]), self._text.trusted("a", follows=False)
+        starts = (i for i in range(len(whole)) if whole[i : i + len(anchor)] == anchor)
+        self._before = whole[: next(starts, 0)]
         # An added token is atomic: one that stands at the end of a turn ends it by itself.
         self._atomic = {i for i, token in tok.added_tokens_decoder.items() if token.content.strip()}
         self._lead, self.closing_ids = self._turn()
-        self.open_ids = self.continuation(self.tags.open)
-        self.answer_ids = {verified: self.continuation(self.tags.answer(verified)) for verified in (True, False)}
+        self.open_ids = self._text.trusted(self.tags.open)
+        self.answer_ids = {verified: self._text.trusted(self.tags.answer(verified)) for verified in (True, False)}
         for ids in (self.open_ids, *self.answer_ids.values()):
             if self.decode(ids) not in (self.tags.open, self.tags.answer(True), self.tags.answer(False)):
                 raise ValueError(
@@ -171,32 +99,18 @@ class Encoder:
         self.pad_id: int = next((i for i in (tok.pad_token_id, tok.eos_token_id) if i is not None), 0)
         self._may_close: dict[int, bool] = {}
 
-    def _plain(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that no text from outside is ever encoded as."""
+        return self._text.control_ids
 
     def continuation(self, text: str) -> list[int]:
-        """Ids of a text that follows other text.
-
-        SentencePiece-style tokenizers put a space before every text they are given, which nobody wrote: there the
-        text is read after an anchor, whose ids are then taken off again.
-        """
-        if self._adds_space and text:
-            for anchor, head in self._anchors.items():
-                both = self._plain(anchor + text)
-                if both[: len(head)] == head:  # otherwise the anchor has merged with the text: try another
-                    return both[len(head) :]
-        return self._plain(text)
+        """Ids of a text from outside that follows other text: plain text, without control tokens."""
+        return self._text.content(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids that follow other ids, special tokens and a leading space included."""
-        return self._spelled([*self._anchor, *ids])[self._anchor_length :]
-
-    def _spelled(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    def _render(self, messages: Messages, begin: bool) -> str:
-        plain = [dict(m) for m in messages]
-        return str(self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=begin))
+        return self._text.decode(ids)
 
     def _turn(self) -> tuple[str, list[int]]:
         """White space that the chat template puts before an answer, and the ids that close the assistant's turn.
@@ -205,35 +119,37 @@ class Encoder:
         that no added token closes is closed by EOS, for otherwise the model could not learn to stop.
         """
         eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        if not self.tokenizer.chat_template:
+        if self._chat is None:
             return "", eos
         from jinja2 import TemplateError
 
         question, mark = {"role": "user", "content": "a"}, "SDMLM-BODY"
         try:
-            begun = self._render([question], True)
-            whole = self._render([question, {"role": "assistant", "content": mark}], False)
+            start = self._chat.render([question])
+            whole = self._chat.render([question, {"role": "assistant", "content": mark}], begin=False)
         except TemplateError as error:
             raise ValueError(
                 f"The tokenizer's chat template refuses a question of the user with its answer ({error}): change it."
             ) from error
-        before, found, after = whole.rpartition(mark)
-        lead, ids = before.removeprefix(begun), self.continuation(after.rstrip() if found else "")
+        before, rendered, after = whole.rpartition(mark)
+        lead, ids = before.removeprefix(start), self._text.trusted(after.rstrip() if rendered else "")
         return lead if lead.isspace() else "", ids if self._atomic.intersection(ids) else ids + eos
 
     def prompt_ids(self, prompt: Prompt | PromptIds, row: object = None) -> PromptIds:
         """The ids of a prompt, however long."""
         if isinstance(prompt, PromptIds):
             return prompt
-        if not self.tokenizer.chat_template:
-            text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
-            ids = self._plain(text)
-            return PromptIds(ids if self._before and ids[: len(self._before)] == self._before else self._before + ids)
         from jinja2 import TemplateError
 
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return PromptIds(self._plain(self._render(messages, True)))
+            if self._chat is None:
+                text = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
+                return PromptIds(self._before + self._text.content(text, follows=False))
+            return PromptIds(
+                self._chat.ids([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            )
+        except ControlText as error:
+            raise BadRow(row, str(error)) from error
         except TemplateError as error:
             raise BadRow(row, f"the tokenizer's chat template refuses this prompt ({error}).") from error
 
@@ -257,7 +173,10 @@ class Encoder:
         """Ids of the prompt, and of body and separator."""
         body = self.tags.strip_suffix(completion_text(completion))
         lead = "" if body.startswith(self._lead) else self._lead
-        body_ids = self.continuation(lead + body + self.tags.separator)
+        try:
+            body_ids = self.continuation(lead + body + self.tags.separator)
+        except ControlText as error:
+            raise BadRow(row, str(error)) from error
         prompt_ids = self.prompt_ids(prompt, row)
         return self._fitted(prompt_ids, len(body_ids) + self.suffix_length, row), body_ids
 
@@ -335,11 +254,6 @@ def collate(documents: Sequence[Encoded], pad_id: int) -> dict[str, Tensor]:
         "labels": padded([d.labels for d in documents], IGNORED),
         "verified_at": torch.tensor([d.verified_at for d in documents]),
     }
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text that the mark begins with."""
-    return next((k for k in range(min(len(text), len(mark)), 0, -1) if text.endswith(mark[:k])), 0)
 
 
 def completion_text(completion: str | Messages) -> str:

@@ -1,0 +1,170 @@
+"""Text to token ids, for two kinds of text: trusted text, in which control strings count, and content, in which they do not.
+
+Trusted is what the program writes itself: the verification tags and the text of the chat template. Content is everything that
+comes from outside. A control string in content (`<|end|>`) is encoded as the characters that it is made of, so that nobody can
+end a turn or begin another by writing so (docs/security.md).
+
+Content without control strings gets the ids that the tokenizer gives it. Content with some is cut inside of each, and the
+pieces are encoded apart and joined. What counts is the ids: the pieces are cut until no control id is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sdmlm.errors import ControlText
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """The ids of a text, and the part of the text that each stands for (None where the tokenizer does not tell)."""
+
+    text: str
+    ids: list[int]
+    spans: list[tuple[int, int]] | None
+
+
+class TextEncoder:
+    """Text to ids and back, for one tokenizer, which is read and never changed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._anchors: dict[str, list[int]] = {"": []}
+        self._anchor = self.trusted("a", follows=False)
+        self._anchor_length = len(self._spelled(self._anchor))
+        if self.decode(self._anchor) != "a":  # the tokenizer puts a space before every text
+            self._anchors = {a: self.trusted(a, follows=False) for a in ("\n", ">", "a", ".", "0")} | self._anchors
+        # The unknown token also stands for ordinary characters that the vocabulary lacks. It controls nothing, unless it
+        # has another task too. Only its own name in a text is taken for a control string.
+        self._unknown = tokenizer.unk_token_id
+        tasks = {name: value for name, value in tokenizer.special_tokens_map.items() if name != "pad_token"}
+        tasks.pop("unk_token", None)
+        others = {token for value in tasks.values() for token in ([value] if isinstance(value, str) else value)}
+        added = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special or not _is_word(t.content)}
+        self._may_be_unknown = tokenizer.unk_token not in others
+        self.control_ids: frozenset[int] = frozenset()
+        self.add_control({*tokenizer.all_special_ids} | added)
+
+    def add_control(self, ids: Iterable[int]) -> None:
+        """Take further ids for control tokens: those that a chat template writes."""
+        new = list({*ids} - {None, self._unknown if self._may_be_unknown else None})
+        # Pieces that stand for a byte are ordinary text, also where a conversion has made them added tokens.
+        names = zip(new, self.tokenizer.convert_ids_to_tokens(new), strict=True)
+        self.control_ids |= {i for i, name in names if not re.fullmatch("<0x[0-9A-F]{2}>", name or "")}
+
+    def trusted(self, text: str, follows: bool = True) -> list[int]:
+        """Ids of trusted text; `follows` says whether other text stands before it."""
+        return self.encoded([text], follows)[0].ids
+
+    def content(self, text: str, follows: bool = True) -> list[int]:
+        """Ids of a text from outside, none of them a control token."""
+        pieces = self.encoded([text], follows)
+        while any(found := [self.control_strings(piece) for piece in pieces]):
+            pairs = list(zip(pieces, found, strict=True))
+            texts = [part for piece, places in pairs for part in _cut(piece.text, places)]
+            known = {piece.text: piece for piece, places in pairs[1:] if not places}
+            new = dict.fromkeys(part for part in texts[1:] if part not in known)
+            known |= {piece.text: piece for piece in self.encoded(list(new))}
+            pieces = self.encoded(texts[:1], follows) + [known[part] for part in texts[1:]]
+        return [i for piece in pieces for i in piece.ids]
+
+    def control_strings(self, encoded: EncodedText) -> list[tuple[int, int]]:
+        """Where a text holds control strings: the places that its control ids stand for."""
+        if not self._suspicious(encoded):
+            return []
+        text, found = encoded.text, []
+        if encoded.spans is None:
+            return self._search(text)
+        for i, (start, end) in zip(encoded.ids, encoded.spans, strict=True):
+            while start < end and text[start].isspace() and not text[start:end].isspace():  # control tokens may take
+                start += 1  # the white space around them along
+            while start < end and text[end - 1].isspace() and not text[start:end].isspace():
+                end -= 1
+            if i in self.control_ids or (i == self._unknown and self._names_unknown(text[start:end])):
+                found.append((start, end) if start < end else (0, len(text)))
+        return found
+
+    def _suspicious(self, encoded: EncodedText) -> bool:
+        if not self.control_ids.isdisjoint(encoded.ids):
+            return True
+        return self._unknown in encoded.ids and self._names_unknown(encoded.text)
+
+    def _names_unknown(self, text: str) -> bool:
+        return _folded(str(self.tokenizer.unk_token)) in _folded(text)
+
+    def _search(self, text: str) -> list[tuple[int, int]]:
+        """As `control_strings`, for a tokenizer that does not tell which part of a text an id stands for."""
+        ids = self.control_ids | ({self._unknown} - {None})
+        found = set()
+        for name in filter(None, self.tokenizer.convert_ids_to_tokens(sorted(ids))):
+            at = text.find(name)
+            while at >= 0:
+                found.add((at, at + len(name)))
+                at = text.find(name, at + 1)
+        return sorted(found) or [(0, len(text))]
+
+    def encoded(self, texts: Sequence[str], follows: bool = True) -> list[EncodedText]:
+        """Each text as the tokenizer encodes it by itself, with control strings.
+
+        SentencePiece-style tokenizers put a space before every text, which nobody wrote. So a text that `follows` other
+        text is encoded after an anchor, whose ids are then taken off. If the anchor merges with the text, the next is tried.
+        """
+        out: dict[int, EncodedText] = {n: EncodedText("", [], []) for n, text in enumerate(texts) if not text}
+        for anchor, head in self._anchors.items() if follows else [("", [])]:
+            rest = [n for n in range(len(texts)) if n not in out]
+            if not rest:
+                break
+            given = [anchor + texts[n] for n in rest]
+            fast = bool(self.tokenizer.is_fast)
+            encoding = self.tokenizer(
+                given, add_special_tokens=False, verbose=False, return_offsets_mapping=fast, return_attention_mask=False
+            )
+            for k, n in enumerate(rest):
+                ids = list(encoding["input_ids"][k])
+                if ids[: len(head)] == head:
+                    spans = encoding["offset_mapping"][k][len(head) :] if fast else None
+                    shifted = None if spans is None else [(max(0, a - len(anchor)), b - len(anchor)) for a, b in spans]
+                    out[n] = EncodedText(texts[n], ids[len(head) :], shifted)
+        return [out[n] for n in range(len(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids that follow other ids, special tokens and a leading space included."""
+        return self._spelled([*self._anchor, *ids])[self._anchor_length :]
+
+    def _spelled(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _cut(text: str, found: Sequence[tuple[int, int]]) -> list[str]:
+    """The text in pieces, cut in the middle of each control string."""
+    places = set()
+    for start, end in found:
+        if end - start > 1:
+            places.add((start + end) // 2)
+        elif len(text) > 1:  # a single character: by itself it may be encoded in another way
+            places |= {start, end}
+        else:
+            raise ControlText(
+                f"the text holds {text!r}, which this tokenizer can only encode as a control token: remove it."
+            )
+    ends = sorted({*places, len(text)} - {0})
+    return [text[a:b] for a, b in itertools.pairwise([0, *ends])]
+
+
+def _is_word(added: str) -> bool:
+    """Whether an added token that is not special extends the vocabulary: white space (indentation), a word, a character.
+
+    Such a token controls nothing, and models were trained with it. One that the chat template writes counts as control
+    in spite of this (`add_control`).
+    """
+    text = added.replace("▁", " ")
+    return not text.strip() or len(text) == 1 or all(c.isalnum() or c.isspace() for c in text)
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
