@@ -66,7 +66,8 @@ class ChatTemplate:
                     raise ControlText(f"the field {name!r} of a message holds a control token: remove it.")
 
     def _control_strings(self, text: str) -> list[tuple[int, int]]:
-        return self._text.control_strings(self._text.encoded([text])[0])
+        """Where a text holds control strings: for the tokenizer, or for a template that looks for them."""
+        return sorted({*self._text.control_strings(self._text.encoded([text])[0]), *self._text.names(text)})
 
     def _contents(self, messages: Messages, rendered: str) -> list[tuple[int, int]] | None:
         """Where the rendered text holds contents; None where the template does not let them be marked."""

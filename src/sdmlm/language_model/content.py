@@ -79,7 +79,7 @@ class TextEncoder:
             return []
         text, found = encoded.text, []
         if encoded.spans is None:
-            return self._search(text)
+            return self.names(text) or [(0, len(text))]
         for i, (start, end) in zip(encoded.ids, encoded.spans, strict=True):
             while start < end and text[start].isspace() and not text[start:end].isspace():  # control tokens may take
                 start += 1  # the white space around them along
@@ -97,16 +97,16 @@ class TextEncoder:
     def _names_unknown(self, text: str) -> bool:
         return _folded(str(self.tokenizer.unk_token)) in _folded(text)
 
-    def _search(self, text: str) -> list[tuple[int, int]]:
-        """As `control_strings`, for a tokenizer that does not tell which part of a text an id stands for."""
+    def names(self, text: str) -> list[tuple[int, int]]:
+        """Where a text holds the name of a control token, whether or not the tokenizer would take it for one there."""
         ids = self.control_ids | ({self._unknown} - {None})
-        found = set()
+        places = set()
         for name in filter(None, self.tokenizer.convert_ids_to_tokens(sorted(ids))):
             at = text.find(name)
             while at >= 0:
-                found.add((at, at + len(name)))
+                places.add((at, at + len(name)))
                 at = text.find(name, at + 1)
-        return sorted(found) or [(0, len(text))]
+        return sorted(places)
 
     def encoded(self, texts: Sequence[str], follows: bool = True) -> list[EncodedText]:
         """Each text as the tokenizer encodes it by itself, with control strings.
