@@ -24,7 +24,7 @@ import torch
 
 from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
 from sdmlm.estimator.region import HighReliabilityRegion, membership
-from sdmlm.experiments.runs import load_task
+from sdmlm.experiments.evaluate import load_task
 from sdmlm.generation.verification import Verification
 from sdmlm.language_model.summary import batches_by_length
 from sdmlm.rewards import apply_reward

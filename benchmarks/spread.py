@@ -30,7 +30,8 @@ from accelerate import Accelerator
 from scipy.stats import t
 
 from sdmlm import SDMEstimator, SDMLanguageModel
-from sdmlm.experiments.runs import evaluation_file, generation_room, load_task, read_evaluation
+from sdmlm.evaluation.lm_evaluation import evaluation_file, read_evaluation
+from sdmlm.experiments.evaluate import generation_length, load_task
 from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
 from sdmlm.finetuning.final_layer import fit_once, positives
 from sdmlm.language_model.rows import read_preferences
@@ -44,7 +45,7 @@ ALPHAS = (0.8, 0.85, 0.9, 0.95)
 
 def answers(lm: SDMLanguageModel, task: Any, rows: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
     """h of the LM's own greedy answers, and which of them are right."""
-    room = generation_room(lm, rows)
+    room = generation_length(lm, rows)
     texts = [a.text for a in lm.generate([row["prompt"] for row in rows], max_new_tokens=room, neighbors=0)]
     return states(lm, rows, texts), np.array(apply_reward(task.reward, rows, texts, lm.tags))
 

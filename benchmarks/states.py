@@ -31,7 +31,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from sdmlm import SDMEstimator, SDMLanguageModel
-from sdmlm.experiments.runs import load_task
+from sdmlm.experiments.evaluate import load_task
 from sdmlm.finetuning.final_layer import layer_metrics
 from sdmlm.language_model.summary import embed_sequences
 from sdmlm.rewards import apply_reward

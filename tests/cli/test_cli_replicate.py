@@ -20,8 +20,9 @@ from tiny_lm import copy_rows, process_group, tiny_lm, tiny_tokenizer
 
 from sdmlm.cli import main
 from sdmlm.cli.commands import calibrate
+from sdmlm.evaluation.lm_evaluation import read_evaluation
 from sdmlm.experiments import runs as replication
-from sdmlm.experiments.runs import read_evaluation, read_runs
+from sdmlm.experiments.runs import read_runs
 from sdmlm.finetuning.trainer import SDMTrainer
 from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.tasks import arithmetic, word_ordering

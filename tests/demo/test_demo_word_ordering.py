@@ -17,7 +17,7 @@ from sdmlm.cli import main
 from sdmlm.cli.commands.data import read_sentences
 from sdmlm.demo import word_ordering as word_ordering_demo
 from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits, pick_examples
-from sdmlm.experiments.runs import read_evaluation
+from sdmlm.evaluation.lm_evaluation import read_evaluation
 from sdmlm.finetuning.recipe import read_recipe
 from sdmlm.tasks.word_ordering import make_splits
 

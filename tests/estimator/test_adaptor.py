@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-import slow
+import reference as slow
 import torch
 import torch.nn.functional as F
 

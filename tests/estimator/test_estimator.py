@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import slow
+import reference as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

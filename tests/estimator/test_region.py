@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-import slow
+import reference as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

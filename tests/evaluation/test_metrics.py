@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scipy.stats import binomtest
 
-from sdmlm.evaluation.metrics import Cell, Row, SelectiveMetrics, Table, selective_metrics
+from sdmlm.evaluation.metrics import Cell, SelectiveMetrics, selective_metrics
+from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 
 
 def slow_cell(points: list[tuple[int, int]], total: int, empty: bool = False) -> Cell:
@@ -147,7 +148,7 @@ def test_negative_bootstrap_is_named() -> None:
         selective_metrics([0], [0], [True], 2, bootstrap=-1)
 
 
-def example(n_classes: int = 2, names: list[str] | None = None) -> Table:
+def example(n_classes: int = 2, names: list[str] | None = None) -> SelectiveTable:
     """Two datasets, two estimators; in the second dataset everything is rejected by the second estimator."""
     rows = []
     for i, dataset in enumerate(["in_domain", "shifted"]):
@@ -156,11 +157,13 @@ def example(n_classes: int = 2, names: list[str] | None = None) -> Table:
         y_hat = np.where(rng.random(500) < 0.97, y, rng.integers(0, n_classes, 500))
         y_hat[0] = y[0]
         for estimator, accepted in [("no-reject", np.ones(500, bool)), ("HR", np.arange(500) < 1 - i)]:
-            rows.append(Row(dataset, "LM & co", estimator, selective_metrics(y, y_hat, accepted, n_classes, 50)))
-    return Table(rows, 0.95, names or [str(c) for c in range(n_classes)])
+            rows.append(
+                SelectiveRow(dataset, "LM & co", estimator, selective_metrics(y, y_hat, accepted, n_classes, 50))
+            )
+    return SelectiveTable(rows, 0.95, names or [str(c) for c in range(n_classes)])
 
 
-def printed(table: Table, width: int = 120) -> str:
+def printed(table: SelectiveTable, width: int = 120) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(table.rich())
     text = console.file
@@ -209,7 +212,9 @@ def test_latex_follows_the_layout_of_the_paper() -> None:
 def marked(accuracy: float | None, share: float = 0.5) -> tuple[str, str]:
     """The LaTeX and the terminal rendering of one cell."""
     cell = Cell(1, share, accuracy)
-    table = Table([Row("d", "m", "e", SelectiveMetrics((cell, cell), (cell, cell), cell))], 0.95, ["0", "1"])
+    table = SelectiveTable(
+        [SelectiveRow("d", "m", "e", SelectiveMetrics((cell, cell), (cell, cell), cell))], 0.95, ["0", "1"]
+    )
     return next(line for line in table.latex().splitlines() if line.startswith("d &")), printed(table)
 
 
@@ -231,7 +236,9 @@ def test_cells_are_marked_before_rounding() -> None:
 
 def test_marks_are_explained_only_where_they_stand() -> None:
     def marks(*cells: Cell) -> str:
-        table = Table([Row("d", "m", "e", SelectiveMetrics(cells[:2], cells[2:4], cells[4]))], 0.95, ["0", "1"])
+        table = SelectiveTable(
+            [SelectiveRow("d", "m", "e", SelectiveMetrics(cells[:2], cells[2:4], cells[4]))], 0.95, ["0", "1"]
+        )
         assert table.marks() in table.latex()
         return table.marks()
 
@@ -239,9 +246,9 @@ def test_marks_are_explained_only_where_they_stand() -> None:
     assert marks(plain, plain, plain, plain, plain) == "R: all rejected"
     assert marks(plain, plain, plain, some, plain) == "R: all rejected (0.97R2: in 2 seeds)"
     assert marks(plain, nothing, plain, plain, plain) == "R: all rejected; -: no such points"
-    row = Row("d", "m", "e", SelectiveMetrics((plain, plain), (plain, plain), plain))
+    row = SelectiveRow("d", "m", "e", SelectiveMetrics((plain, plain), (plain, plain), plain))
     assert (
-        Table([row], 0.95, ["0", "1"], seeds=3)
+        SelectiveTable([row], 0.95, ["0", "1"], seeds=3)
         .marks()
         .endswith("accuracy among the admitted of all of them, mean share")
     )
@@ -272,10 +279,10 @@ def test_markdown_marks_what_is_below_alpha() -> None:
     labels, predictions = [0] * 300 + [1] * 300, [0] * 290 + [1] * 310
     accepted = [True] * 295 + [False] * 303 + [True, False]
     rows = [
-        Row("a|b", "m", "HR", selective_metrics(labels, predictions, accepted, 2)),
-        Row("a|b", "m", "none", selective_metrics(labels, predictions, [False] * 600, 2)),
+        SelectiveRow("a|b", "m", "HR", selective_metrics(labels, predictions, accepted, 2)),
+        SelectiveRow("a|b", "m", "none", selective_metrics(labels, predictions, [False] * 600, 2)),
     ]
-    head, rule, first, second = Table(rows, 0.99, ["no", "yes"]).markdown().splitlines()
+    head, rule, first, second = SelectiveTable(rows, 0.99, ["no", "yes"]).markdown().splitlines()
     assert head == "| Dataset | Model | Estimator | y=no | y=yes | ŷ=no | ŷ=yes | all |"
     assert rule.count("---:") == 5
     assert first == (

@@ -13,17 +13,9 @@ import numpy as np
 import pytest
 
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.experiments.runs import (
-    Evaluation,
-    dataset_order,
-    evaluate,
-    evaluation_file,
-    load_task,
-    read_evaluation,
-    read_runs,
-    setting_order,
-    write_evaluation,
-)
+from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, read_evaluation, write_evaluation
+from sdmlm.experiments.evaluate import evaluate, load_task
+from sdmlm.experiments.runs import dataset_order, read_runs, setting_order
 from sdmlm.finetuning.final_layer import layer_metrics
 from sdmlm.generation.verification import widened
 from sdmlm.language_model.encoding import VerificationTags

@@ -8,60 +8,16 @@ import io
 import json
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
+from example_runs import evaluation, regions, run, scripted, some_runs
 from rich.console import Console
 from scipy.stats import binom, binomtest
 
-from sdmlm.estimator.layer import ALPHA_GRID
-from sdmlm.experiments.runs import Evaluation, Run
-from sdmlm.experiments.tables import ALPHAS, FEW, Quantity, Tables, compare, proportion, tables
-
-CALIBRATION = {
-    "sdm_loss": 0.3, "q_min": 12.5, "psi_0": 0.96, "psi_1": 0.97, "mean_q_0": 40.25, "mean_q_1": 30.5,
-    "sdm_loss_0": 0.25, "sdm_loss_1": 0.35, "sdm_accuracy_0": 0.9, "sdm_accuracy_1": 0.8, "admitted": 0.4,
-}  # fmt: skip
-
-
-def evaluation(seed: int, n: int = 200, admit: float = 0.4, right: float = 0.9, alpha: float = 0.95) -> Evaluation:
-    rng = np.random.default_rng(seed)
-    y = (rng.random(n) < 0.7).astype(np.int64)
-    y_hat = np.where(rng.random(n) < right, y, 1 - y)
-    accepted = rng.random(n) < admit
-    lower = accepted & (rng.random(n) < 0.7)
-    answer = rng.random(n) < 0.8
-    exact = answer & (rng.random(n) < 0.9)
-    q = rng.integers(0, 50, n)
-    return Evaluation(
-        y, y_hat, accepted, lower, rng.uniform(0.5, 1, n), q, rng.random(n), q * 0.5, answer, exact, ["text"] * n, alpha,
-        dict(CALIBRATION), regions(),
-    )  # fmt: skip
-
-
-def regions() -> list[tuple[float, float, float, float]]:
-    """Narrower with alpha, with thresholds that differ between the classes; none at 0.95 and above."""
-    found = [(a, 20 * (a - 0.5), a - 0.1, a - 0.2) for a in ALPHA_GRID if a < 0.95]
-    return [*found, *((a, math.inf, math.inf, math.inf) for a in ALPHA_GRID if a >= 0.95)]
-
-
-def run(setting: str, seed: int, family: str = "fam", admit: float = 0.4, **changes: Any) -> Run:
-    names = {"sdm_hn": "SDM + HN", "ce_hn": "CE + HN", "none": "No fine-tuning"}
-    found = {
-        name: evaluation(1000 * seed + 10 * len(setting) + k, admit=admit, **changes)
-        for k, name in enumerate(["test", "harvard"])
-    }
-    return Run(family, setting, names.get(setting, setting), seed, found)
-
-
-def some_runs() -> list[Run]:
-    """Two settings with three seeds and one with a single seed, out of order; one run admits nothing."""
-    empty = run("none", 7, admit=0.0)
-    nothing = {**CALIBRATION, "q_min": math.inf, "psi_0": math.inf, "psi_1": math.inf}
-    found = {name: dataclasses.replace(e, calibration=nothing) for name, e in empty.evaluations.items()}
-    runs = [run("sdm_hn", s, admit=0.6) for s in (2, 0, 1)] + [run("ce_hn", s) for s in (1, 0, 2)]
-    return [*runs, dataclasses.replace(empty, evaluations=found)]
+from sdmlm.experiments.loss_comparison import FEW, compare_losses
+from sdmlm.experiments.quantities import Quantity, proportion
+from sdmlm.experiments.tables import ALPHAS, Tables, tables
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +311,7 @@ def test_a_line_of_the_full_table_is_a_line_in_the_terminal() -> None:
 def test_comparison_is_paired_by_seed() -> None:
     runs = some_runs()
     by = {(r.setting, r.seed): r for r in runs}
-    for found in compare(runs, bootstrap=100):
+    for found in compare_losses(runs, bootstrap=100):
         expected = []
         for seed in (0, 1, 2):
             a, b = (by[s, seed].evaluations[found.dataset].accepted.tolist() for s in ("sdm_hn", "ce_hn"))
@@ -391,19 +347,12 @@ def test_comparison_at_other_alphas_agrees_with_counting(found: Tables) -> None:
     assert [c["alpha"] for c in found.json()["by_alpha"]] == [*ALPHAS, *ALPHAS]
 
 
-def scripted(setting: str, seed: int, accepted: list[bool], right: list[bool]) -> Run:
-    e = evaluation(0, n=len(accepted))
-    y = np.ones(len(accepted), dtype=np.int64)
-    e = dataclasses.replace(e, y=y, prediction=np.array(right, dtype=np.int64), accepted=np.array(accepted))
-    return Run("fam", setting, setting, seed, {"test": e})
-
-
 def test_one_seed_has_the_paired_interval_over_prompts() -> None:
     rng = np.random.default_rng(3)
     a, b = rng.random(400) < 0.5, rng.random(400) < 0.45
     b[:200] = a[:200]  # the same prompts are admitted by both
     pair = [scripted("sdm_hn", 0, a.tolist(), [True] * 400), scripted("ce_hn", 0, b.tolist(), [True] * 400)]
-    (found,) = compare(pair, bootstrap=20_000)
+    (found,) = compare_losses(pair, bootstrap=20_000)
     slow = []
     for _ in range(4000):
         drawn = rng.integers(0, 400, 400)
@@ -419,7 +368,7 @@ def test_statements_say_what_the_numbers_say() -> None:
     def statement(first: list[list[bool]], second: list[list[bool]], right: list[bool]) -> str:
         runs = [scripted("sdm_hn", s, a, right) for s, a in enumerate(first)]
         runs += [scripted("ce_hn", s, a, right) for s, a in enumerate(second)]
-        (found,) = compare(runs, bootstrap=50)
+        (found,) = compare_losses(runs, bootstrap=50)
         return found.statement()
 
     assert statement([no], [no], yes).endswith("both sdm_hn and ce_hn reject every answer.")
@@ -451,7 +400,7 @@ def test_one_seed_below_alpha_by_chance_is_no_failure() -> None:
     yes, no = [True] * 100, [False] * 100
     runs = [scripted("sdm_hn", s, yes[: 50 + s] + no[: 50 - s], [s > 0] * 5 + yes[:95]) for s in range(FEW)]
     runs += [scripted("ce_hn", s, yes[:10] + no[:90], yes) for s in range(FEW)]
-    (found,) = compare(runs, bootstrap=50)
+    (found,) = compare_losses(runs, bootstrap=50)
     assert found.accuracies[0][0] == 0.9
     assert found.pooled == (pytest.approx(1 - 5 / sum(50 + s for s in range(FEW))), 1.0)
     assert "in 1 of 5 with sdm_hn" in found.statement()
@@ -462,7 +411,7 @@ def test_equal_differences_of_one_answer_show_nothing() -> None:
     """Student's t alone would give an interval of no width, and so a verdict on a single answer in a hundred."""
     yes, no = [True] * 100, [False] * 100
     runs = [scripted(name, s, a, yes) for s in range(3) for name, a in (("sdm_hn", [True, *no[1:]]), ("ce_hn", no))]
-    (found,) = compare(runs, bootstrap=5000)
+    (found,) = compare_losses(runs, bootstrap=5000)
     assert found.differences == [0.01] * 3
     assert found.interval[0] == 0 < found.interval[1]
     assert found.verdict == "open"
@@ -472,7 +421,9 @@ def test_the_interval_over_prompts_keeps_the_seeds_of_a_prompt_together() -> Non
     rng = np.random.default_rng(4)
     masks = {(name, 0): rng.random(300) < share for name, share in (("sdm_hn", 0.3), ("ce_hn", 0.35))}
     masks |= {(name, 1): np.roll(mask, 150) for (name, _), mask in masks.items()}  # Student's t has no width then
-    (found,) = compare([scripted(n, s, m.tolist(), [True] * 300) for (n, s), m in masks.items()], bootstrap=20_000)
+    (found,) = compare_losses(
+        [scripted(n, s, m.tolist(), [True] * 300) for (n, s), m in masks.items()], bootstrap=20_000
+    )
     slow = []
     for _ in range(4000):
         drawn = rng.integers(0, 300, 300)
@@ -480,7 +431,7 @@ def test_the_interval_over_prompts_keeps_the_seeds_of_a_prompt_together() -> Non
         slow.append(sum(means) / 2)
     assert found.sd == 0
     assert list(found.interval) == pytest.approx(np.percentile(slow, (2.5, 97.5)).tolist(), abs=0.006)
-    (one,) = compare(
+    (one,) = compare_losses(
         [scripted(n, 0, masks[n, 0].tolist(), [True] * 300) for n in ("sdm_hn", "ce_hn")], bootstrap=20_000
     )
     assert one.interval[1] - one.interval[0] > 1.2 * (found.interval[1] - found.interval[0])
@@ -488,11 +439,11 @@ def test_the_interval_over_prompts_keeps_the_seeds_of_a_prompt_together() -> Non
 
 def test_only_what_both_have_is_compared() -> None:
     runs = [run("sdm_hn", 0), run("sdm_hn", 1), run("ce_hn", 1), run("ce_hn", 2), run("sdm_hn", 1, "other")]
-    assert [(c.family, c.dataset, c.seeds) for c in compare(runs, bootstrap=10)] == [
+    assert [(c.family, c.dataset, c.seeds) for c in compare_losses(runs, bootstrap=10)] == [
         ("fam", "harvard", (1,)),
         ("fam", "test", (1,)),
     ]
-    assert compare([run("sdm_hn", 0)]) == []
+    assert compare_losses([run("sdm_hn", 0)]) == []
     shorter = dataclasses.replace(runs[2], evaluations={"test": evaluation(0, n=10)})
     with pytest.raises(ValueError, match="different rows of test"):
-        compare([runs[1], shorter])
+        compare_losses([runs[1], shorter])

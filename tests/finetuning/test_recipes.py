@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sdmlm.cli.commands import plan
-from sdmlm.experiments.runs import DATASETS, SETTINGS, load_task
+from sdmlm.experiments.evaluate import load_task
+from sdmlm.experiments.runs import DATASETS, SETTINGS
 from sdmlm.finetuning import recipe
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.rewards import load_reward

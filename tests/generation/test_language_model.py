@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import slow
+import reference as slow
 import torch
 from tiny_lm import tiny_lm, tiny_tokenizer
 from tiny_sdm_lm import calibration_rows, marked_rows, train
@@ -25,7 +25,7 @@ from sdmlm import SDMLanguageModel, SearchPolicy, Verification, calibrate_search
 from sdmlm.estimator.explain import reason
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
-from sdmlm.experiments.runs import Evaluation, evaluation_file, write_evaluation
+from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
 from sdmlm.generation import language_model as lm_module
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.forward import inner_lm

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import slow
+import reference as slow
 from hypothesis import given
 from hypothesis import strategies as st
 from language_model.test_encoding import byte_level

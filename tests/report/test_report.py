@@ -12,7 +12,8 @@ import pytest
 
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.evaluation.metrics import Row, Table, selective_metrics
+from sdmlm.evaluation.metrics import selective_metrics
+from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 from sdmlm.report import Example, plots, write_report
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -141,8 +142,8 @@ def test_report_with_data_tables_and_examples(estimator: SDMEstimator, tmp_path:
     scores = estimator.score(data.X)
     metrics = selective_metrics(data.labels("data"), scores.prediction, scores.accepted, 2)
     nothing = selective_metrics(data.labels("data"), scores.prediction, np.zeros(5000, bool), 2)
-    rows = [Row("test", "toy", "SDM HR", metrics), Row("test", "toy", "never", nothing)]
-    tables = [("All estimators", Table(rows, 1.0, ["bad", "good"]))]
+    rows = [SelectiveRow("test", "toy", "SDM HR", metrics), SelectiveRow("test", "toy", "never", nothing)]
+    tables = [("All estimators", SelectiveTable(rows, 1.0, ["bad", "good"]))]
     examples = [Example("Row 0", "some <text>", e) for e in estimator.explain(data.X[:2], k=3)]
     write_report(tmp_path / "r.html", estimator, data, scores, tables, examples, class_names=["bad", "good"])
     found = page(tmp_path / "r.html")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experiments.test_tables import run, some_runs
+from example_runs import run, some_runs
 
 from sdmlm.experiments import published as paper
 from sdmlm.experiments.runs import Run

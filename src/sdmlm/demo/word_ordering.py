@@ -29,7 +29,9 @@ from rich.text import Text
 
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
 from sdmlm.demo.sentences import sentences
-from sdmlm.experiments.runs import Evaluation, Run, evaluate, evaluation_file, generation_room, write_evaluation
+from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
+from sdmlm.experiments.evaluate import evaluate, generation_length
+from sdmlm.experiments.runs import Run
 from sdmlm.storage.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.storage.record import read_record
 from sdmlm.tasks import word_ordering
@@ -301,7 +303,7 @@ def pick_examples(
         if name == "shifted":
             kinds = {"rejected": ~e.accepted}
         picked = {kind: splits[name][int(mask.argmax())] for kind, mask in kinds.items() if mask.any()}
-        room = generation_room(lm, splits[name])  # as in the evaluation, or a long answer would be another one
+        room = generation_length(lm, splits[name])  # as in the evaluation, or a long answer would be another one
         prompts = [row["prompt"] for row in picked.values()]
         answers = lm.generate(prompts, max_new_tokens=room, neighbors=2, progress=False)
         shown += [

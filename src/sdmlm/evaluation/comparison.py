@@ -31,7 +31,8 @@ from sdmlm.evaluation.baselines import (
     checked_logits,
     cross_entropy_logits,
 )
-from sdmlm.evaluation.metrics import Row, Table, selective_metrics
+from sdmlm.evaluation.metrics import selective_metrics
+from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 
 Named = Mapping[str, LogitBaseline | SDMBaseline]  # by the name in the table
 
@@ -40,7 +41,7 @@ Named = Mapping[str, LogitBaseline | SDMBaseline]  # by the name in the table
 class Comparison:
     """The table, the fitted estimator, and (predictions, accepted) by (dataset, model, estimator) as in the table."""
 
-    table: Table
+    table: SelectiveTable
     estimator: SDMEstimator
     decisions: dict[tuple[str, str, str], Decisions]
 
@@ -87,7 +88,7 @@ def compare(
     }
     lm, prefix = model_name or "LM", f"{model_name}+" if model_name else ""
     decisions: dict[tuple[str, str, str], Decisions] = {}
-    rows: list[Row] = []
+    rows: list[SelectiveRow] = []
     for dataset, data in tests.items():
         scores = estimator.score(data.X)
         judged: list[tuple[str, Named, Any]] = [
@@ -100,8 +101,8 @@ def compare(
             for name, baseline in named.items():
                 decided = decisions[dataset, model, name] = baseline.accept(points)
                 metrics = selective_metrics(data.labels(dataset), *decided, n_classes, bootstrap, seed)
-                rows.append(Row(dataset, model, name, metrics))
-    return Comparison(Table(rows, alpha, names), estimator, decisions)
+                rows.append(SelectiveRow(dataset, model, name, metrics))
+    return Comparison(SelectiveTable(rows, alpha, names), estimator, decisions)
 
 
 def _over_logits(logits: ArrayLike, y: NDArray[np.int64], alpha: float, seed: int) -> dict[str, LogitBaseline]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__
-from sdmlm.experiments.runs import Evaluation, read_evaluations
+from sdmlm.evaluation.lm_evaluation import Evaluation, read_evaluations
 from sdmlm.language_model.sdm_folder import layer_sha256
 from sdmlm.storage.artifacts import SDM_FOLDER
 from sdmlm.storage.record import read_record

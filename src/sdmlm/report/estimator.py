@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sdmlm.estimator.explain import Exemplar, Explanation
     from sdmlm.estimator.region import HighReliabilityRegion
     from sdmlm.estimator.scores import Scores
-    from sdmlm.evaluation.metrics import Table
+    from sdmlm.evaluation.selective_table import SelectiveTable
     from sdmlm.report.plots import View
 
 _FEW = 4  # classes that a comparison table shows one by one
@@ -41,7 +41,7 @@ def write_report(
     estimator: SDMEstimator,
     data: Embeddings | None = None,
     scores: Scores | None = None,
-    tables: Sequence[tuple[str, Table]] = (),
+    tables: Sequence[tuple[str, SelectiveTable]] = (),
     examples: Sequence[Example] = (),
     title: str = "SDM estimator",
     class_names: Sequence[str] | None = None,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
-from sdmlm.experiments.runs import Evaluation, Run
+from sdmlm.evaluation.lm_evaluation import Evaluation
+from sdmlm.experiments.runs import Run
 from sdmlm.report import estimator as estimator_report
 from sdmlm.report import page, plots
 from sdmlm.report.replication import paper_table, training_curves

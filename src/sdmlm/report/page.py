@@ -20,7 +20,8 @@ from sdmlm.report import plots
 from sdmlm.storage.artifacts import write_text_atomically
 
 if TYPE_CHECKING:
-    from sdmlm.evaluation.metrics import Cell, Table
+    from sdmlm.evaluation.metrics import Cell
+    from sdmlm.evaluation.selective_table import SelectiveTable
 
 _FEW = 4  # classes that a comparison table shows one by one
 
@@ -88,7 +89,7 @@ def number(value: float) -> str:
     return f"{value:.4g}" if np.isfinite(value) else "none"
 
 
-def comparison(caption: str, compared: Table) -> str:
+def comparison(caption: str, compared: SelectiveTable) -> str:
     """Accuracy among the admitted and their share, by class while there are few of them, else of the worst class."""
     few = len(compared.class_names) <= _FEW
     groups = [f"{kind} {name}" for kind in ("true", "predicted") for name in compared.class_names]

@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from sdmlm.experiments import published as paper
+from sdmlm.experiments.layouts import LAYOUTS
+from sdmlm.experiments.loss_comparison import LossComparison
 from sdmlm.experiments.runs import Run, dataset_order, setting_order
-from sdmlm.experiments.tables import LAYOUTS, Comparison, Tables
+from sdmlm.experiments.tables import Tables
 from sdmlm.report import page, plots
 
 _PANELS = (
@@ -145,7 +147,7 @@ def _by_alpha(runs: Sequence[Run], tables: Tables) -> str:
     return "".join(parts)
 
 
-def _compared(comparisons: Sequence[Comparison]) -> str:
+def _compared(comparisons: Sequence[LossComparison]) -> str:
     """A line for each test set and alpha."""
     rows = []
     for c in comparisons:

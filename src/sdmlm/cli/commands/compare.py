@@ -13,7 +13,7 @@ from sdmlm.cli import common
 
 if TYPE_CHECKING:
     from sdmlm.estimator.embedding_files import Embeddings
-    from sdmlm.evaluation.metrics import Table
+    from sdmlm.evaluation.selective_table import SelectiveTable
 
 EXAMPLES = """\
   sdmlm compare all.npz --output runs/compare
@@ -83,7 +83,7 @@ def output_files(folder: str) -> dict[str, Path]:
     return files
 
 
-def write_tables(files: dict[str, Path], table: Table) -> None:
+def write_tables(files: dict[str, Path], table: SelectiveTable) -> None:
     """The table as CSV, JSON, LaTeX and Markdown."""
     from sdmlm.storage.artifacts import write_text_atomically
 

@@ -173,7 +173,7 @@ def _recipes(given: list[str]) -> list[Path]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    from sdmlm.experiments.runs import load_task
+    from sdmlm.experiments.evaluate import load_task
 
     kinds = {**{name: kind | None for name, kind in OPTIONS.items()}, **recipe.field_types()}
     settings = recipe.typed(recipe.read_recipe(str(path)), kinds, str(path))
@@ -203,7 +203,7 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Seque
 
 def _check(jobs: list[Job]) -> None:
     """Refuse folders of other runs, settings and rows that cannot be used, before hours of work; the same rows once."""
-    from sdmlm.experiments.runs import check_test_rows, load_task
+    from sdmlm.experiments.evaluate import check_test_rows, load_task
     from sdmlm.finetuning.final_layer import check_draws
     from sdmlm.rewards import load_reward
 
@@ -238,7 +238,8 @@ def _check(jobs: list[Job]) -> None:
 def _check_stored(jobs: Sequence[Job], output: str) -> None:
     """Refuse what could not stand in one table with the evaluations there: another alpha, another task or other test rows
     in a family."""
-    from sdmlm.experiments.runs import EVALUATIONS, evaluated_task, read_evaluation
+    from sdmlm.evaluation.lm_evaluation import EVALUATIONS, read_evaluation
+    from sdmlm.experiments.runs import evaluated_task
 
     alphas = {float(job.settings.get("alpha", recipe.field_default("alpha"))) for job in jobs}
     sources = {(job.family, test): source for job in jobs for test, source in job.settings["tests"].items()}
@@ -312,7 +313,7 @@ def _check_rows(folder: Path, source: str, sha256: str) -> None:
 
 def _stored(job: Job, test: str) -> dict[str, Any] | None:
     """The facts of an evaluation that is there already."""
-    from sdmlm.experiments.runs import evaluation_file, read_evaluation
+    from sdmlm.evaluation.lm_evaluation import evaluation_file, read_evaluation
 
     path = evaluation_file(job.folder, test)
     return read_evaluation(path)[1] if path.exists() else None
@@ -385,7 +386,8 @@ def _train(job: Job, title: str) -> None:
 
 def _evaluate(job: Job, title: str) -> None:
     """Generate for the test sets that are left, and keep what came of each."""
-    from sdmlm.experiments.runs import evaluate, evaluation_file, load_task, write_evaluation
+    from sdmlm.evaluation.lm_evaluation import evaluation_file, write_evaluation
+    from sdmlm.experiments.evaluate import evaluate, load_task
     from sdmlm.generation.language_model import SDMLanguageModel
 
     left = _left(job)

@@ -27,7 +27,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
     from sdmlm.estimator.estimator import SDMEstimator
-    from sdmlm.experiments.runs import read_evaluations
+    from sdmlm.evaluation.lm_evaluation import read_evaluations
     from sdmlm.finetuning.final_layer import layer_metrics
     from sdmlm.generation.feedback import load_feedback, with_feedback
     from sdmlm.generation.search_calibration import load_searches

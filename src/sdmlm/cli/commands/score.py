@@ -151,14 +151,17 @@ def metrics_table(estimator: SDMEstimator, data: Embeddings, scores: Scores, nam
     """The papers' table for these points: no rejection, the HR region, and the HR region by the lower estimate."""
     import numpy as np
 
-    from sdmlm.evaluation.metrics import Row, Table, selective_metrics
+    from sdmlm.evaluation.metrics import selective_metrics
+    from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 
     kinds = {"no-reject": np.ones(len(scores), bool), "SDM HR": scores.accepted, "SDM HR lower": scores.accepted_lower}
     rows = [
-        Row(dataset, "SDM", name, selective_metrics(data.labels(dataset), scores.prediction, inside, len(names)))
+        SelectiveRow(
+            dataset, "SDM", name, selective_metrics(data.labels(dataset), scores.prediction, inside, len(names))
+        )
         for name, inside in kinds.items()
     ]
-    return Table(rows, estimator.alpha_, names)
+    return SelectiveTable(rows, estimator.alpha_, names)
 
 
 def _show(
