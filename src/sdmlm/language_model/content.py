@@ -99,9 +99,11 @@ class TextEncoder:
 
     def names(self, text: str) -> list[tuple[int, int]]:
         """Where a text holds the name of a control token, whether or not the tokenizer would take it for one there."""
-        ids = self.control_ids | ({self._unknown} - {None})
+        ids, added = self.control_ids | ({self._unknown} - {None}), self.tokenizer.added_tokens_decoder
+        # The vocabulary may hold the name of an added token as the normalizer has changed it.
+        names = {*self.tokenizer.convert_ids_to_tokens(list(ids)), *(added[i].content for i in ids if i in added)}
         places = set()
-        for name in filter(None, self.tokenizer.convert_ids_to_tokens(sorted(ids))):
+        for name in filter(None, names):
             at = text.find(name)
             while at >= 0:
                 places.add((at, at + len(name)))
