@@ -106,7 +106,7 @@ def test_its_examples_are_the_answers_that_were_evaluated(demo: tuple[Path, str]
     """Also those that are longer than all that the model was fitted over, hence than its own bound."""
     folder, _ = demo
     lm = SDMLanguageModel.from_pretrained(folder / "sdm_hn")
-    lm.facts = {**lm.facts, "max_new_tokens": 12}
+    lm.metadata = {**lm.metadata, "max_new_tokens": 12}
     names = ("test", "shifted")
     rows = {n: [json.loads(line) for line in (folder / "data" / f"{n}.jsonl").read_text().splitlines()] for n in names}
     found = {n: read_evaluation(folder / "sdm_hn" / "evaluations" / f"{n}.json")[0] for n in names}

@@ -17,7 +17,7 @@ from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, read_eva
 from sdmlm.experiments.evaluate import evaluate, load_task
 from sdmlm.experiments.runs import dataset_order, read_runs, setting_order
 from sdmlm.finetuning.final_layer import layer_metrics
-from sdmlm.generation.verification import widened
+from sdmlm.generation.judging import widened
 from sdmlm.language_model.encoding import VerificationTags
 from sdmlm.tasks import word_ordering
 

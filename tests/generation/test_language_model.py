@@ -26,7 +26,8 @@ from sdmlm.estimator.explain import reason
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
-from sdmlm.generation import language_model as lm_module
+from sdmlm.generation import feedback as feedback_module
+from sdmlm.generation.prompts import read_completion
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.forward import inner_lm
 from sdmlm.language_model.sdm_folder import layer_sha256
@@ -231,13 +232,13 @@ def test_a_reason_where_a_class_is_never_accepted(lm: SDMLanguageModel) -> None:
 def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: Path) -> None:
     """As those of the SDM layer were: otherwise every h would lie off its place."""
     lm = SDMLanguageModel.from_pretrained(train(tmp_path, bf16=True))
-    assert lm.facts["autocast"] == "bfloat16"
+    assert lm.metadata["autocast"] == "bfloat16"
     layer, rows = lm.estimator.layers_[0], calibration_rows()
     asked = [rows[i] for i, y in zip(layer.calibration_ids, layer.calibration.labels.tolist(), strict=True) if y]
     known = layer.calibration_vectors[layer.calibration.labels == 1]
 
     def read() -> torch.Tensor:
-        answers = [lm._given(0, lm.encoder.prompt_ids(row["prompt"]), row["chosen"]) for row in asked]
+        answers = [read_completion(lm.encoder, lm.encoder.prompt_ids(row["prompt"]), row["chosen"]) for row in asked]
         return lm.summaries(answers, progress=False)
 
     def moved(h: torch.Tensor) -> float:
@@ -245,7 +246,7 @@ def test_after_mixed_precision_documents_are_read_in_mixed_precision(tmp_path: P
 
     mixed = read()
     written = lm.generate([row["prompt"] for row in asked], neighbors=0, progress=False)
-    lm.facts["autocast"] = None
+    lm.metadata["autocast"] = None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(read(), mixed)
     # Not 0: which kernels a CPU takes for bfloat16 depends on the padding, and the SDM layer's batches had other padding.
@@ -267,7 +268,7 @@ def test_the_batch_does_not_matter(lm: SDMLanguageModel, wild: list[Verification
     greedy = lm.generate(PROMPTS[:10])
     for prompt, expected in zip(PROMPTS[:10], greedy, strict=True):
         same(lm.generate(prompt), expected)
-    small = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts)
+    small = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.metadata)
     small.tokens_per_batch = 60
     all_same(small.generate(PROMPTS, temperature=2.0, max_new_tokens=14), wild)
     assert lm.generate([]) == []
@@ -290,7 +291,7 @@ def test_the_verdict_is_the_estimators_not_the_lms(lm: SDMLanguageModel, wild: l
     contrary = copy.deepcopy(lm.estimator)
     adaptor = contrary.layers_[0].adaptor
     adaptor.out_bias, adaptor._direct = torch.tensor([100.0, -100.0]), None
-    v = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, contrary, lm.facts).generate("abc=")
+    v = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, contrary, lm.metadata).generate("abc=")
     assert (v.generated, v.lm_verdict) == ("abc\n<verified>Yes</verified>", True)
     assert (v.verdict, v.completion, v.verified) == ("No", "abc\n<verified>No</verified>", False)
     for v in wild:
@@ -461,7 +462,7 @@ def test_two_processes_give_feedback_and_none_is_lost(copied: Path) -> None:
 def test_feedback_at_the_same_moment_is_not_lost(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a lock both would read the same log, and the second would write over the first."""
     models = [SDMLanguageModel.from_pretrained(copied) for _ in range(2)]
-    both, load = threading.Barrier(2), lm_module.load_feedback
+    both, load = threading.Barrier(2), feedback_module.load_feedback
 
     def slowly(*args: Any) -> Any:
         found = load(*args)
@@ -469,7 +470,7 @@ def test_feedback_at_the_same_moment_is_not_lost(copied: Path, monkeypatch: pyte
             both.wait(0.5)
         return found
 
-    monkeypatch.setattr(lm_module, "load_feedback", slowly)
+    monkeypatch.setattr(feedback_module, "load_feedback", slowly)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda n: models[n].feedback(f"ab{'cd'[n]}=", "abc", True), range(2)))
     monkeypatch.undo()
@@ -542,7 +543,7 @@ def test_feedback_that_cannot_be_kept_changes_nothing(copied: Path, monkeypatch:
             lm.feedback("abc=", "abc", label)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="The prompt is empty"):
         lm.feedback(" ", "abc", True)
-    alone = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts)
+    alone = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.metadata)
     with pytest.raises(ValueError, match="no folder of its own"):
         alone.feedback("abc=", "abc", True)
     assert alone.feedback("abc=", "abc", True, save=False) == "feedback:1"
@@ -890,7 +891,7 @@ def test_a_bound_that_no_answer_reaches_does_not_cost_the_prompt(
     import sdmlm.language_model.decoding as decoding
 
     encoder = Encoder(lm.tokenizer, lm.tags, max_length=40, truncate_prompt=True)
-    cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.facts)
+    cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.metadata)
     seen: list[list[int]] = []
     original = decoding._generate_batch
 

@@ -23,9 +23,10 @@ from sdmlm.cli.commands.calibrate_search import summary
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.generation import search_calibration
+from sdmlm.generation.answers import Sampling
 from sdmlm.generation.search import AGAIN, KINDS, SearchPolicy, reprompted
 from sdmlm.generation.search_calibration import SearchCalibration, calibrate_search, verified_region
-from sdmlm.generation.verification import Sampling, Verification
+from sdmlm.generation.verification import Verification
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.storage.artifacts import read_metadata, write_metadata
 
@@ -81,7 +82,7 @@ def by_hand(
             more["contexts"] = [reprompted(lm, prompt, seen[-1].text)]
         if n and policy.kind == "continue":
             turn += f"{seen[-1].text}\n<verified>No</verified>\n"
-            more |= {"contexts": [prompt], "begun": [turn]}
+            more |= {"contexts": [prompt], "prefixes": [turn]}
         start = lm.encoder.prompt_ids(more.get("contexts", [prompt])[0]) + lm.encoder.continuation(turn)
         if len(start) + lm.encoder.suffix_length >= lm.encoder.max_length:
             break
@@ -312,7 +313,7 @@ def forged(lm: SDMLanguageModel, policy: SearchPolicy, alpha: float = 0.8) -> Se
 def test_a_conversation_that_fits_only_with_its_prompt_cut(lm: SDMLanguageModel) -> None:
     """What `_fits` lets through, `generate` can put to the LM, prompts that may be cut included."""
     encoder = Encoder(lm.tokenizer, lm.tags, lm.encoder.max_length, truncate_prompt=True)
-    cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.facts)
+    cut = SDMLanguageModel(lm.model, lm.tokenizer, encoder, lm.estimator, lm.metadata)
     policy = SearchPolicy("continue", budget=6, temperature=1.5)
     found = cut.generate(["abcdefgh" * 5 + "=", "abc="], search=policy, alpha=1.0, max_new_tokens=20, progress=False)
     assert max(v.tries for v in found) > 2
@@ -339,10 +340,10 @@ def test_without_a_reward_a_calibration_takes_that_of_the_sdm_layer(lm: SDMLangu
     calibrated = partial(calibrate_search, lm, rows, policy, save=False, progress=False)
     exact, other = calibrated().labels, calibrated(first_letter).labels
     assert exact != other
-    lm.facts["reward"] = "test_search:first_letter"
+    lm.metadata["reward"] = "test_search:first_letter"
     assert calibrated().labels == other
     assert calibrated("sdmlm.rewards:exact_match").labels == exact
-    lm.facts["reward"] = None
+    lm.metadata["reward"] = None
     with pytest.raises(ValueError, match="a reward that has no name: give one"):
         calibrated()
     with pytest.raises(ValueError, match="cannot be called with the columns"):
@@ -383,7 +384,9 @@ def test_a_calibrated_search_is_decided_by_its_own_region(lm: SDMLanguageModel) 
     region = lm.search_calibrations[0].region()
     assert (region.q_min, region.psi) == (16.0, (math.inf, 0.9))
     ours, theirs = lm.generate(PROMPTS, search=HOT), lm.generate(PROMPTS, search=dataclasses.replace(HOT, budget=2))
-    plain = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.facts).generate(PROMPTS, search=HOT)
+    plain = SDMLanguageModel(lm.model, lm.tokenizer, lm.encoder, lm.estimator, lm.metadata).generate(
+        PROMPTS, search=HOT
+    )
     assert all(v.calibrated for v in ours)
     assert not any(v.calibrated for v in theirs)
     for v, before in zip(ours, plain, strict=True):

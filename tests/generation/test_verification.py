@@ -18,7 +18,9 @@ from sdmlm.estimator.explain import Exemplar
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.estimator.scores import Scores
-from sdmlm.generation.verification import AnswerText, Sampling, Verification, decided, widened
+from sdmlm.generation.answers import AnswerText, Sampling
+from sdmlm.generation.judging import decided, widened
+from sdmlm.generation.verification import Verification
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 
 WRITTEN = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sdmlm.server.engine import Engine, Job
+from sdmlm.server.engine import Engine, QueuedTask
 from sdmlm.server.errors import ApiError
 
 
@@ -31,7 +31,7 @@ class Runner:
         self.free = threading.Event()
         self.started = threading.Semaphore(0)
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Any]:
+    def __call__(self, jobs: Sequence[QueuedTask]) -> list[Any]:
         self.batches.append([job.task.value for job in jobs])
         self.started.release()
         assert self.free.wait(20)
@@ -161,7 +161,7 @@ def test_a_runner_that_breaks_leaves_the_engine_whole(caplog: pytest.LogCaptureF
     calls: list[int] = []
     prompt = "a secret"
 
-    def broken(jobs: Sequence[Job]) -> list[Any]:
+    def broken(jobs: Sequence[QueuedTask]) -> list[Any]:
         calls.append(len(jobs))
         if len(calls) == 1:
             raise RuntimeError(prompt)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sdmlm.server import protocol
 from sdmlm.server.errors import ApiError
 from sdmlm.server.fields import read_json
-from sdmlm.server.protocol import Ask, Document, SdmOptions, read_chat, read_completion, read_feedback, read_verify
+from sdmlm.server.protocol import Ask, GivenAnswer, SdmOptions, read_chat, read_completion, read_feedback, read_verify
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 ANY: dict[str, Any] = {  # a value that asks for something, for fields whose type is not "a string"
@@ -219,13 +219,13 @@ def test_another_model_is_not_found() -> None:
 
 def test_verify_and_feedback() -> None:
     body = {"prompt": "a", "completion": "b"}
-    assert read_verify({**body, "sdm": {"alpha": 0.7}}, "tiny") == ([Document("a", "b")], SdmOptions(0.7))
+    assert read_verify({**body, "sdm": {"alpha": 0.7}}, "tiny") == ([GivenAnswer("a", "b")], SdmOptions(0.7))
     talk = {**HELLO, "completion": "b"}
     documents, _ = read_verify({"items": [body, talk], "model": "tiny"}, "tiny")
     hello = [{"role": "user", "content": "hello"}]
-    assert documents == [Document("a", "b", "items[0]."), Document(hello, "b", "items[1].")]
+    assert documents == [GivenAnswer("a", "b", "items[0]."), GivenAnswer(hello, "b", "items[1].")]
     assert read_feedback({**body, "label": False}, "tiny").label is False
-    assert read_verify({**body, "completion": ""}, "tiny")[0] == [Document("a", "")]  # an answer may be empty
+    assert read_verify({**body, "completion": ""}, "tiny")[0] == [GivenAnswer("a", "")]  # an answer may be empty
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (read_verify, {"prompt": "a"}, "completion"),
         (read_verify, {**body, "completion": 5}, "completion"),

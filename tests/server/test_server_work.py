@@ -15,9 +15,9 @@ from tiny_sdm_lm import calibration_rows
 
 from sdmlm import SDMLanguageModel, SearchPolicy, Verification, calibrate_search
 from sdmlm.server.errors import ApiError
-from sdmlm.server.info import describe, region_facts
+from sdmlm.server.info import describe
 from sdmlm.server.model import Model
-from sdmlm.server.protocol import Ask, Document, Feedback, SdmOptions
+from sdmlm.server.protocol import Ask, FeedbackRequest, GivenAnswer, SdmOptions
 from sdmlm.server.settings import ServerSettings
 
 NUMBERS = ("probability", "probability_lower", "probability_upper", "d", "d_nearest", "q_prime")
@@ -120,7 +120,7 @@ def test_pieces_make_up_the_text(model: Model) -> None:
 
 def test_verify(lm: SDMLanguageModel, model: Model) -> None:
     completions = ["abc", "abd.", "<verified>", "xyz\n<verified>Yes</verified>", "h" * 20]
-    documents = [Document(p, c) for p, c in zip(PROMPTS, completions, strict=False)]
+    documents = [GivenAnswer(p, c) for p, c in zip(PROMPTS, completions, strict=False)]
     found: list[Verification] = lm.verify(PROMPTS[:5], completions, alpha=0.7, neighbors=1, progress=False)
 
     async def work() -> None:
@@ -145,8 +145,8 @@ def test_a_row_that_cannot_be_answered_fails_alone(model: Model) -> None:
         assert (long.status, long.code) == (400, "context_length_exceeded")
         assert long.message.startswith("The prompt has")
         fine, strange = await asyncio.gather(
-            model.verify([Document(PROMPTS[0], "abc")], SdmOptions()),
-            model.verify([Document(PROMPTS[0], "ab" * 200)], SdmOptions()),
+            model.verify([GivenAnswer(PROMPTS[0], "abc")], SdmOptions()),
+            model.verify([GivenAnswer(PROMPTS[0], "ab" * 200)], SdmOptions()),
             return_exceptions=True,
         )
         assert isinstance(fine, list)
@@ -164,12 +164,12 @@ def test_a_prompt_limit_below_the_context(lm: SDMLanguageModel) -> None:
             with pytest.raises(ApiError, match="at most 12") as error:
                 await bounded.generate(request)
             assert (error.value.status, error.value.param) == (400, "messages")
-        documents = [Document("abc=", "abc"), Document("abcdefgh=" * 3, "abc", "items[1].")]
+        documents = [GivenAnswer("abc=", "abc"), GivenAnswer("abcdefgh=" * 3, "abc", "items[1].")]
         with pytest.raises(ApiError, match="at most 12") as error:
             await bounded.verify(documents, SdmOptions())
         assert error.value.param == "items[1].prompt"
         with pytest.raises(ApiError, match="longer together") as error:
-            await bounded.verify([Document("abc=", "abc" * 100, "items[0].")], SdmOptions())
+            await bounded.verify([GivenAnswer("abc=", "abc" * 100, "items[0].")], SdmOptions())
         assert error.value.param == "items[0].completion"
         bounded.close(20)
 
@@ -275,7 +275,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = SearchPolicy("reprompt", 3)
         calibration = calibrate_search(lm, calibration_rows(), policy, progress=False)
         judged = await check(policy, SdmOptions(on_reject="search"), True)  # the policy that was calibrated, unasked
-        assert judged[0].region == region_facts(calibration.region())
+        assert judged[0].region == calibration.region().to_dict()
         await check(policy, SdmOptions(on_reject="search", budget=3), True)
         await check(SearchPolicy(budget=2), SdmOptions(on_reject="search", budget=2), False)
 
@@ -290,8 +290,8 @@ def test_feedback_changes_the_model_and_can_be_undone(tmp_path: Path) -> None:
 
     async def work() -> None:
         before = model.info
-        document = Document([{"role": "user", "content": "abc="}], "abd")
-        id = await model.feedback(Feedback(document, False))
+        document = GivenAnswer([{"role": "user", "content": "abc="}], "abd")
+        id = await model.feedback(FeedbackRequest(document, False))
         assert model.info["support_size"] == before["support_size"] + 1
         assert SDMLanguageModel.from_pretrained(folder).feedback_ids == [id]
         (judged,) = await model.verify([document], SdmOptions(neighbors=1))
@@ -304,7 +304,7 @@ def test_feedback_changes_the_model_and_can_be_undone(tmp_path: Path) -> None:
         assert SDMLanguageModel.from_pretrained(folder).feedback_ids == []
         lm.folder = None
         with pytest.raises(ApiError) as error:
-            await model.feedback(Feedback(document, False))
+            await model.feedback(FeedbackRequest(document, False))
         assert error.value.status == 403
 
     run(work)

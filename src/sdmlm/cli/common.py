@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from sdmlm.estimator.embedding_files import Embeddings
     from sdmlm.estimator.estimator import SDMEstimator
-    from sdmlm.estimator.region import HighReliabilityRegion
     from sdmlm.estimator.scores import Scores
 
 _SCORE_BLOCK = 20_000  # rows scored between two steps of the progress bar
@@ -122,15 +120,12 @@ def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
 
 def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
     """estimator.score under a progress bar, some thousands of rows at a time."""
-    import numpy as np
-
     from sdmlm.estimator.scores import Scores
     from sdmlm.storage.progress import track
 
     starts = range(0, max(1, len(X)), _SCORE_BLOCK)
     parts = [estimator.score(X[start : start + _SCORE_BLOCK]) for start in track(starts, "Scoring")]
-    fields = [field.name for field in dataclasses.fields(Scores)]
-    return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+    return Scores.concatenate(parts)
 
 
 # Out
@@ -210,11 +205,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def region_facts(region: HighReliabilityRegion, names: Sequence[str]) -> dict[str, Any]:
-    """The high-reliability region as plain values."""
-    return {"alpha": region.alpha, "q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
 
 
 def percent(part: int, whole: int) -> str:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sdmlm.errors import BadSetting
+from sdmlm.storage.artifacts import finite_or_none
 
 Array = Any  # numpy array or torch tensor
 Floats = NDArray[np.float64]
@@ -93,6 +94,12 @@ class HighReliabilityRegion:
     def contains(self, q_prime: Array, p: Array, predictions: Array) -> Array:
         """Whether each point is in the region, (N,): q' >= q'_min, the predicted class reaches its psi, no other does."""
         return _like(membership([self], q_prime, p, predictions)[:, 0], q_prime)
+
+    def to_dict(self, class_names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Plain values for JSON, psi by class name if names are given; None for a threshold that nothing can reach."""
+        psi = [finite_or_none(value) for value in self.psi]
+        named = psi if class_names is None else dict(zip(class_names, psi, strict=True))
+        return {"alpha": self.alpha, "q_min": finite_or_none(self.q_min), "psi": named}
 
 
 def membership(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,12 @@ class Scores:
     def __getitem__(self, index: Any) -> Scores:
         index = [index] if isinstance(index, (int, np.integer)) else index
         return Scores(**{f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)})
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Scores]) -> Scores:
+        """The Scores of several blocks of points as one, in order."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @property
     def probability(self) -> NDArray[np.float64]:

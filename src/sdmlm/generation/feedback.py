@@ -1,27 +1,30 @@
-"""Feedback: documents judged by a person that join the support of a model's SDM layer, and can leave it again.
+"""Feedback: documents judged by a person that join the support of a model's SDM layer, and can be removed again.
 
-The SDM layer on disk stays as it was fitted. `sdm/feedback/` holds the documents with their summaries h, which do not depend
-on the layer, only on the LM; loading adds them to the support, so taking one back is to leave it out.
+The SDM layer on disk stays as it was fitted. `sdm/feedback/` holds the documents with their summaries h, which depend only
+on the LM. Loading adds them to the support, so a document that is taken back is simply left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.storage.artifacts import CONFIG, DamagedError, read_artifact, write_artifact
+from sdmlm.language_model.encoding import VerificationTags
+from sdmlm.storage.artifacts import CONFIG, DamagedError, locked, read_artifact, write_artifact
 
 FEEDBACK = "feedback"
 KIND, VERSION = "sdmlm feedback", 1
 
 
 @dataclass(frozen=True)
-class Feedback:
+class FeedbackItem:
     """One document with a person's label: 1 where it follows the instructions, 0 where it does not."""
 
     id: str
@@ -32,9 +35,9 @@ class Feedback:
 
 @dataclass(frozen=True)
 class FeedbackLog:
-    """All that was given and not taken back, in order, and the number of the next."""
+    """All feedback that was given and not taken back, in order, and the number of the next item."""
 
-    items: tuple[Feedback, ...] = ()
+    items: tuple[FeedbackItem, ...] = ()
     next: int = 1
 
     def same(self, other: FeedbackLog) -> bool:
@@ -42,22 +45,73 @@ class FeedbackLog:
         return (self.next, [i.id for i in self.items]) == (other.next, [i.id for i in other.items])
 
     def added(self, text: str, label: int, h: Tensor) -> FeedbackLog:
-        """With one more at its end."""
-        item = Feedback(f"feedback:{self.next}", text, label, h.float().cpu())
+        """A log with one more item at its end."""
+        item = FeedbackItem(f"feedback:{self.next}", text, label, h.float().cpu())
         return FeedbackLog((*self.items, item), self.next + 1)
 
-    def without(self, id: str | None) -> tuple[FeedbackLog, Feedback]:
-        """Without one of them (default: the last), and that one."""
+    def without(self, id: str | None) -> tuple[FeedbackLog, FeedbackItem]:
+        """A log without one item (default: the last), and the item that was removed."""
         if not self.items:
             raise ValueError("There is no feedback to undo.")
-        gone = next((item for item in self.items if item.id == id), None) if id is not None else self.items[-1]
-        if gone is None:
+        removed = next((item for item in self.items if item.id == id), None) if id is not None else self.items[-1]
+        if removed is None:
             known = ", ".join(item.id for item in self.items[-5:])
             raise ValueError(f"There is no feedback {id!r} to undo; the latest are {known}.")
-        return FeedbackLog(tuple(item for item in self.items if item is not gone), self.next), gone
+        return FeedbackLog(tuple(item for item in self.items if item is not removed), self.next), removed
 
 
-def with_feedback(estimator: SDMEstimator, items: Sequence[Feedback]) -> SDMEstimator:
+class FeedbackStore:
+    """The feedback of one model: as it is used in this process, and as it was last seen on disk.
+
+    `fitted` is the estimator without feedback, `fingerprint` that of the LM's weights.
+    """
+
+    def __init__(self, fitted: SDMEstimator, fingerprint: str, log: FeedbackLog | None = None) -> None:
+        self.fitted, self.fingerprint = fitted, fingerprint
+        self.log = self._stored = log or FeedbackLog()
+
+    @contextlib.contextmanager
+    def latest(self, sdm: Path | None) -> Iterator[FeedbackLog]:
+        """All feedback so far. With a folder: including that of other processes, which wait until this block ends."""
+        if sdm is None:
+            yield self.log
+            return
+        with locked(sdm):
+            stored = load_feedback(sdm, self.fingerprint)
+            if stored.same(self._stored):
+                yield self.log
+            elif self.log.same(self._stored):
+                yield stored
+            else:
+                raise ValueError(
+                    f"The feedback in {sdm} was changed by another process, and this one holds some that was not saved: "
+                    "open the model again."
+                )
+
+    def use(self, log: FeedbackLog, sdm: Path | None) -> SDMEstimator:
+        """Take over a log, stored in a folder if one is given; returns the estimator with it."""
+        estimator = with_feedback(self.fitted, log.items)  # all at once, as after a reload: the same to the last bit
+        if sdm is not None:  # first: if it cannot be stored, nothing changes
+            save_feedback(sdm, log, self.fingerprint)
+            self._stored = log
+        self.log = log
+        return estimator
+
+    def saved(self) -> None:
+        """The log in use has just been written to the model's folder."""
+        self._stored = self.log
+
+
+def label_number(label: Any, tags: VerificationTags) -> int:
+    """1 for True, "yes" or the word of the tags for it; 0 for the opposite."""
+    words = {"yes": 1, "no": 0, tags.yes.lower(): 1, tags.no.lower(): 0}
+    known = label if isinstance(label, bool) else words.get(label.lower()) if isinstance(label, str) else None
+    if known is None:
+        raise ValueError(f'label is {label!r} but must be True, False, "yes" or "no".')
+    return int(known)
+
+
+def with_feedback(estimator: SDMEstimator, items: Sequence[FeedbackItem]) -> SDMEstimator:
     """A copy of the estimator with these documents in its support; the one given stays as it is."""
     if not items:
         return estimator
@@ -67,15 +121,15 @@ def with_feedback(estimator: SDMEstimator, items: Sequence[Feedback]) -> SDMEsti
 
 
 def save_feedback(sdm: Path, log: FeedbackLog, fingerprint: str) -> None:
-    """Write `sdm/feedback/`, whole or not at all."""
+    """Write `sdm/feedback/`, completely or not at all."""
     texts = [{"id": item.id, "text": item.text, "label": item.label} for item in log.items]
     h = torch.stack([item.h for item in log.items]) if log.items else torch.empty(0, 0)
-    facts = {"fingerprint": fingerprint, "next": log.next}
-    write_artifact(sdm / FEEDBACK, KIND, VERSION, facts, {"h": h}, {"items": texts})
+    metadata = {"fingerprint": fingerprint, "next": log.next}
+    write_artifact(sdm / FEEDBACK, KIND, VERSION, metadata, {"h": h}, {"items": texts})
 
 
 def load_feedback(sdm: Path, fingerprint: str) -> FeedbackLog:
-    """What `save_feedback` wrote, nothing where there is none; refused where it is of other weights."""
+    """What `save_feedback` wrote, an empty log if there is none; refused if it belongs to other weights."""
     folder = sdm / FEEDBACK
     if not (folder / CONFIG).exists():
         return FeedbackLog()
@@ -83,7 +137,7 @@ def load_feedback(sdm: Path, fingerprint: str) -> FeedbackLog:
     try:
         h, next_number = tensors["h"], int(config["next"])
         items = tuple(
-            Feedback(str(item["id"]), str(item["text"]), int(item["label"]), row)
+            FeedbackItem(str(item["id"]), str(item["text"]), int(item["label"]), row)
             for item, row in zip(texts["items"], h, strict=True)
         )
         same = config["fingerprint"] == fingerprint

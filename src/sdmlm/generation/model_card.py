@@ -180,12 +180,12 @@ def _searches(lm: SDMLanguageModel) -> str:
 
 
 def _data(lm: SDMLanguageModel) -> str:
-    settings: dict[str, Any] = dict(lm.facts.get("training") or {})
+    settings: dict[str, Any] = dict(lm.metadata.get("training") or {})
     lines = ["## Data and settings", ""]
     for name, source in _sources(lm).items():
         lines.append(f"- {name} rows: {source.get('rows')} of {source.get('source')} (SHA-256 {source.get('sha256')})")
     lines += [f"- {name}: {value}" for name, value in settings.items()]
-    limits = {name: lm.facts.get(name) for name in ("max_length", "max_new_tokens", "truncate_prompt")}
+    limits = {name: lm.metadata.get(name) for name in ("max_length", "max_new_tokens", "truncate_prompt")}
     lines += [f"- {name}: {value}" for name, value in limits.items()]
     return "\n".join([*lines, ""])
 
@@ -197,7 +197,7 @@ def _sources(lm: SDMLanguageModel) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(ValueError):  # a card can do without
             data = (read_record(lm.folder) or {}).get("data", {})
             known = {str(name): dict(source) for name, source in data.items() if source}
-    calibrated = lm.facts.get("calibrated")
+    calibrated = lm.metadata.get("calibrated")
     return known | {"calibration": dict(calibrated)} if calibrated else known
 
 

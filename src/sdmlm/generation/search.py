@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from sdmlm.estimator.scores import Scores
-from sdmlm.generation.verification import Answer, Sampling, Verification, check_whole, decided
+from sdmlm.generation.answers import Answer, Sampling, check_whole
+from sdmlm.generation.judging import decided
+from sdmlm.generation.verification import Verification
 from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run_search(
         raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
     best: dict[int, tuple[Answer, Scores]] = {}
     refused: dict[int, Answer] = {}
-    begun = [""] * len(prompts)  # of "continue": all that the LM's turn holds so far
+    prefixes = [""] * len(prompts)  # for "continue": everything in the LM's turn so far
     tries, spent = [0] * len(prompts), [0] * len(prompts)  # answers, and their tokens
     still = list(range(len(prompts)))
     for attempt in range(1 + policy.budget):
@@ -98,16 +99,16 @@ def run_search(
         start: list[str] | None = None
         if attempt and policy.kind != "resample":
             for n in still:
-                begun[n] += refused[n].text + lm.tags.suffix(False) + lm.tags.separator
+                prefixes[n] += refused[n].text + lm.tags.suffix(False) + lm.tags.separator
             contexts = [reprompted(lm, prompts[n], refused[n].text) for n in still]
             if policy.kind == "continue":
-                contexts, start = [read[n] for n in still], [begun[n] for n in still]
+                contexts, start = [read[n] for n in still], [prefixes[n] for n in still]
             fit = [_fits(lm.encoder, c, start[i] if start else "") for i, c in enumerate(contexts)]
             still, seeds, contexts = (_those(values, fit) for values in (still, seeds, contexts))
             start = None if start is None else _those(start, fit)
         if not still:
             break
-        answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, begun=start)
+        answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, prefixes=start)
         scores = lm.score(lm.summaries(answers, progress), alpha)
         done = scores.accepted & (scores.prediction == 1)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
@@ -119,9 +120,9 @@ def run_search(
     if not prompts:
         return Searched([], lm.score(torch.empty(0, lm.estimator.n_features_in_), alpha), [], [])
     answers = [best[n][0] for n in range(len(prompts))]
-    scores = _joined([best[n][1] for n in range(len(prompts))])
-    found = _verifications(lm, answers, scores, tries, spent, policy, sampling, alpha, neighbors)
-    return Searched(answers, scores, tries, found)
+    scores = Scores.concatenate([best[n][1] for n in range(len(prompts))])
+    judged = _verifications(lm, answers, scores, tries, spent, policy, sampling, alpha, neighbors)
+    return Searched(answers, scores, tries, judged)
 
 
 def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
@@ -134,10 +135,10 @@ def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
     return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": AGAIN}]
 
 
-def _fits(encoder: Encoder, context: Prompt | PromptIds, begun: str) -> bool:
+def _fits(encoder: Encoder, context: Prompt | PromptIds, prefix: str) -> bool:
     """Whether there is room for an answer after all that; a prompt that has outgrown the context is not tried again."""
     try:
-        encoder.encode_prompt(context, 1 + len(encoder.continuation(begun)))
+        encoder.encode_prompt(context, 1 + len(encoder.continuation(prefix)))
     except ValueError:
         return False
     return True
@@ -145,11 +146,6 @@ def _fits(encoder: Encoder, context: Prompt | PromptIds, begun: str) -> bool:
 
 def _those(values: Sequence[Any], mask: Any) -> list[Any]:
     return [value for value, wanted in zip(values, mask, strict=True) if wanted]
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    names = [field.name for field in dataclasses.fields(Scores)]
-    return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _verifications(
@@ -169,9 +165,9 @@ def _verifications(
         scores = decided(scores, calibration.deciding, alpha)
     plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
     shown = (lm.estimator if calibration is None else calibration).region(alpha)
-    found = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
+    judged = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
     remark = "" if plain else NOT_CALIBRATED
     return [
         dataclasses.replace(v, tries=n, completion_tokens=tokens, calibrated=plain, reason=v.reason + remark)
-        for v, n, tokens in zip(found, tries, spent, strict=True)
+        for v, n, tokens in zip(judged, tries, spent, strict=True)
     ]

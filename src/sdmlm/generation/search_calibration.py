@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from sdmlm.estimator.certify import certify_region
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion, check_alpha, membership
+from sdmlm.generation.answers import Sampling
+from sdmlm.generation.judging import widened
 from sdmlm.generation.search import SearchPolicy, as_policy, run_search
-from sdmlm.generation.verification import Sampling, widened
 from sdmlm.language_model.encoding import Prompt, check_rows
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
 from sdmlm.storage.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_metadata, write_metadata
@@ -100,19 +101,19 @@ class SearchCalibration:
         return {**dataclasses.asdict(self), "regions": regions}
 
     @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> SearchCalibration:
+    def from_dict(cls, metadata: Mapping[str, Any]) -> SearchCalibration:
         """What `to_dict` gave."""
-        sampling = {**facts["sampling"], "stop": tuple(facts["sampling"]["stop"])}
+        sampling = {**metadata["sampling"], "stop": tuple(metadata["sampling"]["stop"])}
         found = cls(
-            SearchPolicy(**facts["policy"]),
-            check_alpha(facts["alpha"]),
+            SearchPolicy(**metadata["policy"]),
+            check_alpha(metadata["alpha"]),
             Sampling(**sampling),
-            str(facts["estimator"]),
-            **{name: tuple(facts[name]) for name in ("ids", "labels", "predictions", "q_prime", "tries")},
-            p=tuple((float(no), float(yes)) for no, yes in facts["p"]),
+            str(metadata["estimator"]),
+            **{name: tuple(metadata[name]) for name in ("ids", "labels", "predictions", "q_prime", "tries")},
+            p=tuple((float(no), float(yes)) for no, yes in metadata["p"]),
             regions=tuple(
                 HighReliabilityRegion(alpha, none_as_infinity(q_min), (none_as_infinity(no), none_as_infinity(yes)))
-                for alpha, q_min, no, yes in facts["regions"]
+                for alpha, q_min, no, yes in metadata["regions"]
             ),
         )
         if len({len(found), *map(len, (found.labels, found.predictions, found.q_prime, found.p, found.tries))}) != 1:
@@ -169,7 +170,7 @@ def calibrate_search(
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the calibration in: give save=False.")
-    r = reward_as_fitted(reward, lm.facts)
+    r = reward_as_fitted(reward, lm.metadata)
     check_reward(r, rows)
     ids = _calibration_rows(lm, rows)
     chosen = [rows[i] for i in ids]
@@ -254,10 +255,10 @@ def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
     if not path.exists():
         return ()
     try:
-        facts = read_metadata(path)
-        version = int(facts["format_version"])
+        metadata = read_metadata(path)
+        version = int(metadata["format_version"])
         if version <= FORMAT_VERSION:
-            return tuple(SearchCalibration.from_dict(c) for c in facts["searches"])
+            return tuple(SearchCalibration.from_dict(c) for c in metadata["searches"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from a copy or delete it.") from error
     raise ValueError(f"{path} was written by a newer sdmlm (format {version}): upgrade sdmlm.")

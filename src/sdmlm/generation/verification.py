@@ -1,61 +1,118 @@
-"""What an SDM language model hands out, and the text of an answer while and after it is written."""
+"""Verification: an answer with everything that the SDM layer says about it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from sdmlm.estimator.explain import Exemplar
-from sdmlm.estimator.layer import ALPHA_GRID, highest_alpha
-from sdmlm.estimator.region import HighReliabilityRegion, membership
-from sdmlm.estimator.scores import Scores
-from sdmlm.language_model.encoding import Encoder, overlap
-
-# What two passes of an LM over the same document (with a cache, in another batch) may change, in float32: of an SDM output,
-# there also as a share of what is missing to 1, and of q' as a share of it.
-_NOISE, _NOISE_REST, _NOISE_Q, _MOST_Q = 1e-5, 1e-2, 1e-4, 0.1
 
 
 @dataclass(frozen=True)
 class Verification:
-    """An answer and what the SDM layer says about it."""
+    """An answer with everything that the SDM layer says about it.
 
-    text: str  # the answer, without any verification suffix
-    accepted: bool  # in the high-reliability region at alpha
-    verdict: str  # "Yes" or "No": the estimator's prediction, not the LM's next token
-    probability: float  # SDM(z') of the predicted class
+    `SDMLanguageModel.generate` and `SDMLanguageModel.verify` return these. An answer is *verified* when it is judged
+    right ("Yes") and lies in the high-reliability region: it may be used without a person looking. Any other answer
+    should be looked at, which does not mean that it is wrong.
+
+    Attributes
+    ----------
+    text : str
+        The answer, without any verification suffix.
+    accepted : bool
+        Whether the answer lies in the high-reliability region at `alpha`, whatever the verdict.
+    verdict : str
+        "Yes" or "No", as the tags spell it: the prediction of the SDM layer, not the LM's next token.
+    probability, probability_lower, probability_upper : float
+        SDM(z') of the predicted class, with its bounds.
+    q : int
+        How many of the nearest support documents, in a row, share the verdict and were rightly predicted.
+    d : float
+        Distance quantile in [0, 1]; 1 is as near to the support as can be.
+    d_nearest : float
+        Euclidean distance to the nearest support document.
+    q_prime : float
+        The rescaled similarity q', which the region bounds from below.
+    accepted_lower : bool
+        Whether the lower estimate lies in the region too.
+    out_of_distribution : bool
+        q = 0: the nearest support document does not agree.
+    highest_alpha : float or None
+        The highest alpha of the grid at which the answer is accepted.
+    exemplars : tuple of Exemplar
+        The nearest support documents.
+    reason : str
+        The decision in one plain sentence.
+    alpha : float
+        The accuracy that the accepted answers are to have.
+    completion : str
+        `text` followed by the verification suffix with the verdict of the SDM layer.
+    generated : str or None
+        What the LM wrote, verbatim, up to its end of turn; None for an answer that was given.
+    lm_verdict : bool or None
+        The LM's own verdict after its right-most tag, if there is one.
+    finish_reason : str
+        "stop" or "length"; "given" for an answer that was given.
+    prompt_tokens, completion_tokens : int
+        Tokens of the prompt, and those generated (by a search: in all its tries). For an answer that was given:
+        those after the prompt that the SDM layer read.
+    tries : int
+        How many answers a search generated.
+    calibrated : bool
+        False for the answer of a search that was not calibrated as a whole.
+    yes : str
+        How the tags spell a positive verdict.
+
+    Examples
+    --------
+    >>> from sdmlm import Verification
+    >>> v = Verification(
+    ...     text="4", accepted=True, verdict="Yes", probability=0.99, probability_lower=0.98, probability_upper=0.99,
+    ...     q=40, d=0.9, d_nearest=0.1, q_prime=39.6, accepted_lower=True, out_of_distribution=False, highest_alpha=0.95,
+    ...     exemplars=(), reason="...", alpha=0.9, completion="4 <verified>Yes</verified>", generated=None,
+    ...     lm_verdict=None, finish_reason="given", prompt_tokens=5, completion_tokens=4,
+    ... )
+    >>> v.verified
+    True
+    >>> import dataclasses
+    >>> dataclasses.replace(v, verdict="No").verified  # accepted, but as wrong
+    False
+    >>> v.to_dict()["q"]
+    40
+    """
+
+    text: str
+    accepted: bool
+    verdict: str
+    probability: float
     probability_lower: float
     probability_upper: float
     q: int
     d: float
     d_nearest: float
     q_prime: float
-    accepted_lower: bool  # in the region also by the lower estimate
-    out_of_distribution: bool  # q = 0
-    highest_alpha: float | None  # the highest alpha of the grid at which it is accepted
-    exemplars: tuple[Exemplar, ...]  # the nearest support documents
-    reason: str  # one plain sentence
+    accepted_lower: bool
+    out_of_distribution: bool
+    highest_alpha: float | None
+    exemplars: tuple[Exemplar, ...]
+    reason: str
     alpha: float
-    completion: str  # text, separator, `<verified>`, forced verdict, `</verified>`
-    generated: str | None  # what the LM wrote, verbatim, up to its end of turn; None for given text
-    lm_verdict: bool | None  # the LM's own verdict after its right-most tag, if legible
-    finish_reason: str  # "stop" or "length"; "given" for given text
+    completion: str
+    generated: str | None
+    lm_verdict: bool | None
+    finish_reason: str
     prompt_tokens: int
-    completion_tokens: (
-        int  # generated, by a search in all its tries; of given text: those after the prompt that the SDM layer read
-    )
-    tries: int = 1  # candidates that a search made
-    calibrated: bool = True  # False for the answer of a search that was not calibrated as a whole
-    yes: str = "Yes"  # how a positive verdict is spelled
+    completion_tokens: int
+    tries: int = 1
+    calibrated: bool = True
+    yes: str = "Yes"
 
     @property
     def verified(self) -> bool:
-        """Accepted as Yes: what may be used without a person looking."""
+        """Accepted with the verdict Yes: may be used without a person looking."""
         return self.accepted and self.verdict == self.yes
 
     @property
@@ -69,111 +126,3 @@ class Verification:
         del plain["yes"]
         plain["exemplars"] = list(plain["exemplars"])
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the LM is to write."""
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_whole("max_new_tokens", self.max_new_tokens, 1)
-        if not _is_number(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature!r} but must be a number of at least 0 (0 is greedy).")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p!r} but must be above 0 and at most 1.")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError("stop must be a string or a list of strings, none of them empty.")
-
-
-@dataclass
-class Answer:
-    """An answer before it is judged."""
-
-    text: str
-    ids: list[int]  # the document up to and including `<verified>`
-    prompt_tokens: int
-    completion_tokens: int
-    generated: str | None = None
-    lm_verdict: bool | None = None
-    finish_reason: str = "given"
-    h: Tensor | None = None  # where the states of the generation gave it
-
-
-class AnswerText:
-    """The text of one answer while its ids grow: where a stop string ends it, and what of it is certain already."""
-
-    def __init__(self, encoder: Encoder, stop: Sequence[str] = ()) -> None:
-        self._encoder, self._stop, self._sent = encoder, stop, 0
-        self._window = max((len(s.encode()) for s in stop), default=0)  # each token spells at least one byte
-
-    def stopped(self, ids: Sequence[int]) -> bool:
-        """Whether a stop string stands at the end of the ids."""
-        return bool(self._stop) and self._first_stop(self._encoder.decode(ids[-self._window :])) is not None
-
-    def _first_stop(self, text: str) -> int | None:
-        return min((at for s in self._stop if (at := text.find(s)) >= 0), default=None)
-
-    def verbatim(self, ids: Sequence[int]) -> str:
-        """What the LM wrote up to its end of turn."""
-        return self._encoder.decode(self._encoder.turn(ids))
-
-    def read(self, text: str) -> tuple[str, bool | None]:
-        """(answer, the LM's own verdict) in what the LM wrote (`verbatim`), up to a stop string."""
-        return self._encoder.tags.read(text[: self._first_stop(text)])
-
-    def piece(self, ids: Sequence[int]) -> str:
-        """What has become certain since the last call: no part of a tag, of a stop string, or of half a character."""
-        tags, text = self._encoder.tags, self.verbatim(ids)
-        text, tag, _ = text[: self._first_stop(text)].partition(tags.open)
-        if tag:
-            text = tags.certain(text)
-        else:
-            text = text.rstrip("\ufffd")
-            # A stop string may end the answer where it begins, and then what a tag begins with is no part of it either.
-            ends = (text, text[: len(text) - max((overlap(text, stop) for stop in self._stop), default=0)])
-            text = min((tags.certain(end) for end in ends), key=len)
-        piece = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return piece
-
-    def last(self, text: str) -> str:
-        """What the pieces so far leave out of the finished answer."""
-        return text[self._sent :]
-
-
-def widened(region: HighReliabilityRegion) -> HighReliabilityRegion:
-    """A region whose thresholds give way to rounding.
-
-    Its thresholds are outputs of calibration documents. When such a document is read again, its output differs in the last
-    digits, and would lie on either side of itself.
-    """
-    psi = tuple(value - min(_NOISE, _NOISE_REST * max(0.0, 1 - value)) for value in region.psi)
-    slack = min(region.q_min * _NOISE_Q, _MOST_Q)  # never a whole neighbour
-    return HighReliabilityRegion(region.alpha, region.q_min - slack, psi)
-
-
-def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], alpha: float) -> Scores:
-    """Scores decided by these regions (one for each alpha) in place of those of the estimator."""
-    own = region(alpha)
-    at = membership([region(a) for a in ALPHA_GRID], scores.q_prime, scores.p, scores.prediction)
-    return dataclasses.replace(
-        scores,
-        accepted=own.contains(scores.q_prime, scores.p, scores.prediction),
-        accepted_lower=own.contains(scores.q_prime_lower, scores.p_lower, scores.prediction),
-        highest_alpha=highest_alpha(at),
-    )
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r} but must be a whole number of at least {least}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, with the evidence in `choices[i].sdm`."""
+"""Answers in OpenAI's format, with the evidence in `choices[i].sdm`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def usage(judged: Sequence[Judged], n: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Form:
+class ResponseBuilder:
     """What the answers to one request have in common, whole or in chunks."""
 
     ask: Ask
@@ -40,8 +40,8 @@ class Form:
     created: int
 
     @classmethod
-    def of(cls, ask: Ask, model: str, fingerprint: str) -> Form:
-        """A form for a request that has just come in."""
+    def of(cls, ask: Ask, model: str, fingerprint: str) -> ResponseBuilder:
+        """A builder for a request that has just arrived."""
         prefix = "chatcmpl" if ask.chat else "cmpl"
         return cls(ask, model, fingerprint, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
 
@@ -61,7 +61,7 @@ class Form:
             said = {"text": "" if withheld else text, **({"refusal": refusal} if withheld else {})}
         return {"index": n, **said, "logprobs": None, **self._end(judged, withheld)}
 
-    def begun(self, n: int) -> dict[str, Any]:
+    def first(self, n: int) -> dict[str, Any]:
         """The first chunk of a choice."""
         return self._chunk(n, {"role": "assistant", "content": ""}, "")
 

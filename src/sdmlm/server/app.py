@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from sdmlm import __version__
 from sdmlm.server import protocol
-from sdmlm.server.answers import Form, evidence
+from sdmlm.server.answers import ResponseBuilder, evidence
 from sdmlm.server.errors import ApiError, busy, too_slow
 from sdmlm.server.fields import Body, read_json
 from sdmlm.server.gateway import Gateway
@@ -24,7 +24,7 @@ from sdmlm.server.metrics import Metrics
 from sdmlm.server.model import Model, OnText
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.streaming import AnswerStream
-from sdmlm.server.web import LEFT, ErrorAnswer, Front, JSONAnswer, StreamAnswer, read_body, unless_left
+from sdmlm.server.web import LEFT, ErrorAnswer, GuardMiddleware, JSONAnswer, StreamAnswer, read_body, unless_left
 from sdmlm.server.work import Judged
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Service:
         with self.at_work(check=False):  # a stream goes on after the request has been read and checked
             return self.counted(await self.in_time(self.writer.generate(ask, on_text)))
 
-    async def verify(self, documents: list[protocol.Document], sdm: protocol.SdmOptions) -> list[Judged]:
+    async def verify(self, documents: list[protocol.GivenAnswer], sdm: protocol.SdmOptions) -> list[Judged]:
         """Verdicts in time, counted."""
         return self.counted(await self.in_time(self.model.verify(documents, sdm)))
 
@@ -106,10 +106,10 @@ def make_app(model: Model, settings: ServerSettings) -> FastAPI:
     app = FastAPI(
         title="sdmlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
-    app.add_middleware(Front, settings=settings, metrics=service.metrics)
+    app.add_middleware(GuardMiddleware, settings=settings, metrics=service.metrics)
     add_answers(app, service)
     add_documents(app, service)
-    add_facts(app, service)
+    add_metadata(app, service)
     add_page(app)
     add_errors(app)
     return app
@@ -119,12 +119,12 @@ def add_answers(app: FastAPI, service: Service) -> None:
     """OpenAI's two ways to ask."""
 
     async def answer(request: Request, ask: protocol.Ask) -> Response:
-        form = Form.of(ask, service.model.name, service.model.fingerprint)
-        return JSONAnswer(form.whole(await unless_left(request, service.generate(ask))))
+        builder = ResponseBuilder.of(ask, service.model.name, service.model.fingerprint)
+        return JSONAnswer(builder.whole(await unless_left(request, service.generate(ask))))
 
     async def stream(request: Request, ask: protocol.Ask) -> Response:
-        form = Form.of(ask, service.model.name, service.model.fingerprint)
-        answers = AnswerStream(form, lambda on_text: service.generate(ask, on_text))
+        builder = ResponseBuilder.of(ask, service.model.name, service.model.fingerprint)
+        answers = AnswerStream(builder, lambda on_text: service.generate(ask, on_text))
         try:
             await unless_left(request, answers.begin())
         except BaseException:
@@ -172,7 +172,7 @@ def add_documents(app: FastAPI, service: Service) -> None:
         return JSONAnswer({"id": id, "object": "feedback", "deleted": True})
 
 
-def add_facts(app: FastAPI, service: Service) -> None:
+def add_metadata(app: FastAPI, service: Service) -> None:
     """What can be known without asking the model."""
 
     def card() -> dict[str, Any]:
@@ -221,7 +221,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def add_errors(app: FastAPI) -> None:
-    """Every error has OpenAI's form."""
+    """Every error has OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:

@@ -2,7 +2,7 @@
 
 The event loop puts tasks into the queue and awaits their results. The thread takes the oldest task and with it all others
 of the same key, up to `max_batch`. An awaiter that is cancelled (its client has left, its time is up) leaves the queue; a
-task that already runs is told by `Job.left`, which whoever runs it looks at.
+task that already runs has `QueuedTask.left` set, which the code that runs it checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdmlm.server.errors import ApiError, busy, internal
 
 log = logging.getLogger("sdmlm.server")
 
-GATHER_SECONDS = 0.005  # an idle model waits so long for company: requests sent together arrive one by one
+GATHER_SECONDS = 0.005  # an idle model waits this long for further requests: those sent together arrive one by one
 
 
 class Task(Protocol):
@@ -30,16 +30,16 @@ class Task(Protocol):
     def key(self) -> Hashable: ...
 
 
-class Job:
+class QueuedTask:
     """A task in the queue or running. Made and awaited on the event loop, run on the engine's thread."""
 
     def __init__(self, task: Any) -> None:
         self.task = task
         self.left = False  # nobody waits for the result any more
-        self.heard = False  # part of the result has been given out already
+        self.partly_sent = False  # part of the result has been sent to the client
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.future.add_done_callback(hear)
+        self.future.add_done_callback(ignore_result)
 
     def leave(self) -> None:
         """Nobody waits any more; does nothing where the result is there."""
@@ -50,7 +50,7 @@ class Job:
         """From the engine's thread: call something on the event loop, after everything called before."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop has been closed: nobody is there to hear it
+        except RuntimeError:  # the loop has been closed: nobody listens
             self.left = True
 
     def finish(self, result: Any) -> None:
@@ -66,8 +66,8 @@ class Job:
             self.future.set_result(result)
 
 
-def hear(future: asyncio.Future[Any]) -> None:
-    """An exception that nobody awaits any more (its client has left, another row failed first) is not for the log."""
+def ignore_result(future: asyncio.Future[Any]) -> None:
+    """Done callback: keeps asyncio from logging an exception that nobody awaits (the client has left, another row failed)."""
     if future.done() and not future.cancelled():
         future.exception()
 
@@ -76,10 +76,14 @@ class Engine:
     """`run` gets a batch of jobs and returns a result, or an exception, for each of them."""
 
     def __init__(
-        self, run: Callable[[Sequence[Job]], Sequence[Any]], max_batch: int, max_queue: int, name: str = "sdmlm-model"
+        self,
+        run: Callable[[Sequence[QueuedTask]], Sequence[Any]],
+        max_batch: int,
+        max_queue: int,
+        name: str = "sdmlm-model",
     ) -> None:
         self._run, self._max_batch, self._max_queue = run, max_batch, max_queue
-        self._queue: deque[Job] = deque()
+        self._queue: deque[QueuedTask] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._seconds = 1.0  # of a batch, a moving average
@@ -96,8 +100,8 @@ class Engine:
         return self._thread.is_alive()
 
     async def do(self, tasks: Sequence[Any]) -> list[Any]:
-        """The results of tasks, all of which are let into the queue, or none."""
-        jobs = [Job(task) for task in tasks]
+        """The results of tasks; all of them enter the queue, or none."""
+        jobs = [QueuedTask(task) for task in tasks]
         self._admit(jobs)
         try:
             return [await job.future for job in jobs]
@@ -105,7 +109,7 @@ class Engine:
             for job in jobs:
                 job.leave()
 
-    def _admit(self, jobs: list[Job]) -> None:
+    def _admit(self, jobs: list[QueuedTask]) -> None:
         with self._changed:
             if self._closing:
                 raise ApiError(503, "The server is shutting down.", code="shutting_down")
@@ -121,7 +125,7 @@ class Engine:
             self._changed.notify()
 
     def close(self, seconds: float | None = None) -> None:
-        """Let in nothing more, finish what is in the queue, and end the thread."""
+        """Refuse new tasks, finish those in the queue, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -136,7 +140,7 @@ class Engine:
                 job.finish(result)
             self._seconds += 0.2 * (time.monotonic() - start - self._seconds)
 
-    def _next_batch(self) -> list[Job]:
+    def _next_batch(self) -> list[QueuedTask]:
         """The oldest job and those that may go with it; nothing once the engine is closed and the queue empty."""
         with self._changed:
             while True:
@@ -155,7 +159,7 @@ class Engine:
                 if batch:
                     return batch
 
-    def _results(self, batch: list[Job]) -> Sequence[Any]:
+    def _results(self, batch: list[QueuedTask]) -> Sequence[Any]:
         try:
             return self._run(batch)
         except Exception as error:

@@ -12,10 +12,10 @@ from typing import Any
 
 from sdmlm.generation.search import NOT_CALIBRATED, SearchPolicy
 from sdmlm.language_model.encoding import VerificationTags
-from sdmlm.server.engine import hear
+from sdmlm.server.engine import ignore_result
 from sdmlm.server.errors import ApiError
 from sdmlm.server.model import Model, OnText
-from sdmlm.server.protocol import Ask, Document, Prompt
+from sdmlm.server.protocol import Ask, GivenAnswer, PlainPrompt
 from sdmlm.server.settings import Upstream
 from sdmlm.server.upstream import ask_events, ask_json, failed
 from sdmlm.server.work import DEFAULT_BUDGET, Judged
@@ -39,7 +39,7 @@ class Gateway:
         self._free = asyncio.Semaphore(at_once)
 
     async def generate(self, ask: Ask, on_text: OnText | None = None) -> list[Judged]:
-        """Answers to a request, in the order of its choices. `on_text(choice, piece)` hears them as they come."""
+        """Answers to a request, in the order of its choices. `on_text(choice, piece)` is called with their text as it comes."""
         rows = ask.rows()
         self._model.check_rows(len(rows), "n" if ask.n > 1 else "prompt")
         await self._model.check_prompts(ask.prompts)  # before the upstream is paid for an answer
@@ -49,9 +49,9 @@ class Gateway:
         finally:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(hear)
+                task.add_done_callback(ignore_result)
 
-    async def _row(self, ask: Ask, n: int, prompt: Prompt, on_text: OnText | None) -> Judged:
+    async def _row(self, ask: Ask, n: int, prompt: PlainPrompt, on_text: OnText | None) -> Judged:
         if ask.sdm.on_reject != "search":
             return await self._judged(ask, prompt, await self._write(ask, prompt, n, ask.temperature, on_text, n))
         budget = DEFAULT_BUDGET if ask.sdm.budget is None else ask.sdm.budget
@@ -60,10 +60,10 @@ class Gateway:
         while tries <= budget and not (best and best.verification.verified):
             written = await self._write(ask, prompt, n + tries * len(ask.rows()), temperature)
             tries, temperature = tries + 1, SearchPolicy().temperature
-            found = await self._judged(ask, prompt, written)
-            spent += found.verification.completion_tokens
-            if best is None or found.verification.verified or _yes(found) > _yes(best):
-                best = found
+            judged = await self._judged(ask, prompt, written)
+            spent += judged.verification.completion_tokens
+            if best is None or judged.verification.verified or _yes(judged) > _yes(best):
+                best = judged
         assert best is not None
         v = best.verification
         # Nobody has calibrated this search: the upstream's answers to the calibration prompts are not known.
@@ -71,10 +71,10 @@ class Gateway:
         v = dataclasses.replace(v, tries=tries, calibrated=False, reason=reason, completion_tokens=spent)
         return dataclasses.replace(best, verification=v)
 
-    async def _judged(self, ask: Ask, prompt: Prompt, written: Written) -> Judged:
+    async def _judged(self, ask: Ask, prompt: PlainPrompt, written: Written) -> Judged:
         """The verdict on what was written, with the upstream's own count of tokens where it gave one."""
         try:
-            (judged,) = await self._model.verify([Document(prompt, written.text)], ask.sdm)
+            (judged,) = await self._model.verify([GivenAnswer(prompt, written.text)], ask.sdm)
         except ApiError as error:
             if error.status != 400:
                 raise
@@ -90,7 +90,13 @@ class Gateway:
         return dataclasses.replace(judged, verification=v)
 
     async def _write(
-        self, ask: Ask, prompt: Prompt, number: int, temperature: float, on_text: OnText | None = None, choice: int = 0
+        self,
+        ask: Ask,
+        prompt: PlainPrompt,
+        number: int,
+        temperature: float,
+        on_text: OnText | None = None,
+        choice: int = 0,
     ) -> Written:
         """One answer of the upstream; `number` sets those of a request with a seed apart."""
         payload: dict[str, Any] = {"model": self._upstream.model, "temperature": temperature}
@@ -130,7 +136,7 @@ class BodyText:
         return piece
 
 
-def _messages(prompt: Prompt) -> list[dict[str, str]]:
+def _messages(prompt: PlainPrompt) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

@@ -10,17 +10,9 @@ from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.language_model.encoding import Encoder
-from sdmlm.storage.artifacts import finite_or_none
 
 MAX_POINTS = 2000  # calibration points that go out
 EXAMPLES = 6
-
-
-def region_facts(region: HighReliabilityRegion) -> dict[str, Any]:
-    """A region as plain values; None where there is no threshold that anything could reach."""
-    return {
-        "alpha": region.alpha, "q_min": finite_or_none(region.q_min), "psi": [finite_or_none(v) for v in region.psi]
-    }  # fmt: skip
 
 
 def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
@@ -32,8 +24,8 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
         "alpha": lm.alpha,
         "tags": {part: getattr(tags, part) for part in ("open", "close", "yes", "no", "separator")},
         "classes": [tags.no, tags.yes],
-        "region": region_facts(region),
-        "regions": [region_facts(estimator.region(alpha)) for alpha in sorted({*ALPHA_GRID, lm.alpha})],
+        "region": region.to_dict(),
+        "regions": [estimator.region(alpha).to_dict() for alpha in sorted({*ALPHA_GRID, lm.alpha})],
         "calibration": _calibration(lm, region),
         "support_size": len(estimator.support_ids_),
         "max_new_tokens": lm.sampling().max_new_tokens,

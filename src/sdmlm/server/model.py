@@ -1,4 +1,4 @@
-"""The SDM language model as the server's coroutines see it: answers, verdicts, feedback."""
+"""The SDM language model behind the queue: what the routes await (answers, verdicts, feedback)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.server.engine import Engine, log
 from sdmlm.server.errors import ApiError, refused
 from sdmlm.server.info import describe
-from sdmlm.server.protocol import Ask, Document, Feedback, Prompt, SdmOptions
+from sdmlm.server.protocol import Ask, FeedbackRequest, GivenAnswer, PlainPrompt, SdmOptions
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.work import Alone, Judge, Judged, Worker, Write
 from sdmlm.storage.artifacts import DamagedError
@@ -25,7 +25,7 @@ class Model:
 
     def __init__(self, lm: SDMLanguageModel, name: str, settings: ServerSettings) -> None:
         self.name, self.alpha, self.tags = name, lm.alpha, lm.tags
-        self.fingerprint = "fp_" + str(lm.facts["fingerprint"])[:12]
+        self.fingerprint = "fp_" + str(lm.metadata["fingerprint"])[:12]
         self.created = int(time.time())
         self.max_rows = settings.max_queue
         self._lm, self._worker = lm, Worker(lm, settings.max_prompt_tokens)
@@ -38,7 +38,7 @@ class Model:
         return default if asked is None else min(asked, self._lm.encoder.max_length or MAX_TOKENS)
 
     async def generate(self, ask: Ask, on_text: OnText | None = None) -> list[Judged]:
-        """Answers to a request, in the order of its choices. `on_text(choice, piece)` hears them as they come."""
+        """Answers to a request, in the order of its choices. `on_text(choice, piece)` is called with their text as it comes."""
         rows = ask.rows()
         self.check_rows(len(rows), "n" if ask.n > 1 else "prompt")
         sampling = self._lm.sampling(self.max_tokens(ask.max_tokens), ask.temperature, ask.top_p, ask.stop)
@@ -47,26 +47,26 @@ class Model:
         if ask.sdm.on_reject == "search":
             work = self._worker
             task = Alone(lambda _: work.search(rows, sampling, ask.sdm.budget, seed, alpha, neighbors), rows[0])
-            (found,) = await self.engine.do([task])
-            return list(found)
+            (judged,) = await self.engine.do([task])
+            return list(judged)
         return await self.engine.do(
             [
-                Write(prompt, sampling, (seed, n), alpha, neighbors, on_text and _hears(on_text, n))
+                Write(prompt, sampling, (seed, n), alpha, neighbors, on_text and _listener(on_text, n))
                 for n, prompt in enumerate(rows)
             ]
         )
 
-    async def verify(self, documents: Sequence[Document], sdm: SdmOptions) -> list[Judged]:
+    async def verify(self, documents: Sequence[GivenAnswer], sdm: SdmOptions) -> list[Judged]:
         """Judge answers that somebody wrote."""
         self.check_rows(len(documents), "items")
         alpha = self._alpha(sdm)
         return await self.engine.do([Judge(d.prompt, d.completion, alpha, sdm.neighbors, d.where) for d in documents])
 
-    async def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+    async def check_prompts(self, prompts: Sequence[PlainPrompt]) -> None:
         """Refuse prompts that are too long to be judged."""
         await self.engine.do([Alone(lambda _: [self._worker.read(p) for p in prompts], prompts[0])])
 
-    async def feedback(self, given: Feedback) -> str:
+    async def feedback(self, given: FeedbackRequest) -> str:
         """A judged document joins the support; returns its id."""
 
         def add(lm: SDMLanguageModel) -> str:
@@ -81,14 +81,14 @@ class Model:
     async def undo_feedback(self, id: str) -> None:
         """The document leaves the support again."""
 
-        def take(lm: SDMLanguageModel) -> None:
+        def remove(lm: SDMLanguageModel) -> None:
             if id not in lm.feedback_ids:
                 raise ApiError(404, f"There is no feedback '{id[:80]}' to undo.", "id", "not_found")
             with _kept(lm):
                 lm.undo_feedback(id)
             self.info = describe(lm, self.name)
 
-        await self.engine.do([Alone(take)])
+        await self.engine.do([Alone(remove)])
 
     def check_rows(self, rows: int, param: str) -> None:
         """Refuse what would never be let into the queue."""
@@ -105,7 +105,7 @@ class Model:
 
 @contextlib.contextmanager
 def _kept(lm: SDMLanguageModel) -> Iterator[None]:
-    """Feedback must outlive the server: say so where it cannot."""
+    """Feedback must be on disk before it is acknowledged: an error says why if it cannot be."""
     if lm.folder is None:
         said = "This model has no folder of its own to keep feedback in: serve a saved copy."
         raise ApiError(403, said, code="feedback_disabled")
@@ -123,5 +123,5 @@ def _kept(lm: SDMLanguageModel) -> Iterator[None]:
         raise ApiError(500, said, code="feedback_not_kept") from error
 
 
-def _hears(on_text: OnText, n: int) -> Callable[[str], None]:
+def _listener(on_text: OnText, n: int) -> Callable[[str], None]:
     return lambda piece: on_text(n, piece)

@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form. Every field is honoured, or refused by its name: nothing is silently ignored.
+"""Requests in OpenAI's format. Every field is honoured, or refused by its name: nothing is silently ignored.
 
 A field of OpenAI's API that is not honoured may be null or have the value that changes nothing (`NEUTRAL`), as some
 clients send it. Where OpenAI samples by default, temperature is 0 here: the SDM layer was fitted over greedy generations.
@@ -14,7 +14,7 @@ from sdmlm.server import fields
 from sdmlm.server.errors import ApiError, refused
 from sdmlm.server.fields import Body
 
-Prompt = str | list[dict[str, str]]
+PlainPrompt = str | list[dict[str, str]]
 OnReject = Literal["flag", "abstain", "search"]
 
 MAX_CHOICES = 128
@@ -77,7 +77,7 @@ class Ask:
     """A request for answers: n for each prompt."""
 
     chat: bool
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PlainPrompt, ...]
     sdm: SdmOptions
     n: int = 1
     max_tokens: int | None = None
@@ -94,25 +94,25 @@ class Ask:
         """Whether nothing may be shown before the verdict is known."""
         return self.sdm.on_reject != "flag"
 
-    def rows(self) -> list[Prompt]:
+    def rows(self) -> list[PlainPrompt]:
         """The prompt of each choice, in their order."""
         return [prompt for prompt in self.prompts for _ in range(self.n)]
 
 
 @dataclass(frozen=True)
-class Document:
+class GivenAnswer:
     """A prompt with an answer that somebody wrote."""
 
-    prompt: Prompt
+    prompt: PlainPrompt
     completion: str
     where: str = ""  # before the names of its fields, as in "items[3]."
 
 
 @dataclass(frozen=True)
-class Feedback:
+class FeedbackRequest:
     """A document with a person's label."""
 
-    document: Document
+    document: GivenAnswer
     label: bool
 
 
@@ -135,7 +135,7 @@ def read_completion(body: Body, model: str) -> Ask:
     return _read_ask(body, model, False, prompts)
 
 
-def _read_ask(body: Body, model: str, chat: bool, prompts: tuple[Prompt, ...]) -> Ask:
+def _read_ask(body: Body, model: str, chat: bool, prompts: tuple[PlainPrompt, ...]) -> Ask:
     check_model(body, model)
     temperature = fields.number(body, "temperature", 0, 2) or 0.0
     n = fields.whole(body, "n", 1, MAX_CHOICES) or 1
@@ -185,7 +185,7 @@ def read_sdm(body: Body) -> SdmOptions:
     )
 
 
-def read_verify(body: Body, model: str) -> tuple[list[Document], SdmOptions]:
+def read_verify(body: Body, model: str) -> tuple[list[GivenAnswer], SdmOptions]:
     """A request to /v1/verify: one document, or several in `items`."""
     check_model(body, model)
     sdm = read_sdm(body)
@@ -203,23 +203,23 @@ def read_verify(body: Body, model: str) -> tuple[list[Document], SdmOptions]:
     return [read_document(item, f"items[{n}].") for n, item in enumerate(items)], sdm
 
 
-def read_feedback(body: Body, model: str) -> Feedback:
+def read_feedback(body: Body, model: str) -> FeedbackRequest:
     """A request to /v1/feedback."""
     check_model(body, model)
     fields.check_names(body, {"model", "prompt", "messages", "completion", "label"})
     if not isinstance(body.get("label"), bool):
         raise refused("label", "'label' must be true (the completion follows the instructions) or false.")
-    return Feedback(read_document(body), bool(body["label"]))
+    return FeedbackRequest(read_document(body), bool(body["label"]))
 
 
-def read_document(body: Body, where: str = "") -> Document:
+def read_document(body: Body, where: str = "") -> GivenAnswer:
     """A prompt (or messages) with a completion, in a body or in an item of a list."""
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise refused(f"{where}prompt", f"Give either '{where}prompt' or '{where}messages'.")
     if body.get("prompt") is not None:
-        return Document(fields.text(body, "prompt", where), fields.string(body, "completion", where), where)
+        return GivenAnswer(fields.text(body, "prompt", where), fields.string(body, "completion", where), where)
     messages = read_messages(body["messages"], f"{where}messages")
-    return Document(messages, fields.string(body, "completion", where), where)
+    return GivenAnswer(messages, fields.string(body, "completion", where), where)
 
 
 def read_messages(messages: Any, name: str) -> list[dict[str, str]]:

@@ -7,8 +7,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from sdmlm.server.answers import Form
-from sdmlm.server.engine import hear, report
+from sdmlm.server.answers import ResponseBuilder
+from sdmlm.server.engine import ignore_result, report
 from sdmlm.server.errors import ApiError, internal
 from sdmlm.server.work import Judged
 
@@ -22,12 +22,12 @@ class AnswerStream:
     own. `close` stops the generation: call it whatever happens.
     """
 
-    def __init__(self, form: Form, generate: Callable[[OnText | None], Awaitable[list[Judged]]]) -> None:
-        self._form = form
+    def __init__(self, builder: ResponseBuilder, generate: Callable[[OnText | None], Awaitable[list[Judged]]]) -> None:
+        self._builder = builder
         self._pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
-        on_text = None if form.ask.buffered else lambda n, text: self._pieces.put_nowait((n, text))
+        on_text = None if builder.ask.buffered else lambda n, text: self._pieces.put_nowait((n, text))
         self._answers: asyncio.Future[list[Judged]] = asyncio.ensure_future(generate(on_text))
-        self._answers.add_done_callback(hear)
+        self._answers.add_done_callback(ignore_result)
         self._answers.add_done_callback(lambda _: self._pieces.put_nowait(None))
         self._next: tuple[int, str] | None = None
 
@@ -39,24 +39,24 @@ class AnswerStream:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The bytes to send, after `begin`."""
-        form, shown = self._form, [0] * len(self._form.ask.rows())
+        builder, shown = self._builder, [0] * len(self._builder.ask.rows())
         try:
-            if form.ask.chat:
+            if builder.ask.chat:
                 for n in range(len(shown)):
-                    yield _event(form.begun(n))
+                    yield _event(builder.first(n))
             while self._next is not None:
                 n, text = self._next
                 shown[n] += len(text)
-                yield _event(form.piece(n, text))
+                yield _event(builder.piece(n, text))
                 self._next = await self._pieces.get()
             judged = await self._answers
             for n, each in enumerate(judged):
-                rest = "" if form.withholds(each) else each.verification.text[shown[n] :]
+                rest = "" if builder.withholds(each) else each.verification.text[shown[n] :]
                 if rest:
-                    yield _event(form.piece(n, rest))
-                yield _event(form.last(n, each))
-            if form.ask.include_usage:
-                yield _event(form.used(judged))
+                    yield _event(builder.piece(n, rest))
+                yield _event(builder.last(n, each))
+            if builder.ask.include_usage:
+                yield _event(builder.used(judged))
         except ApiError as error:  # the status has long been sent
             yield _event(error.body())
         except Exception as error:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sdmlm.server.engine import hear, report
+from sdmlm.server.engine import ignore_result, report
 from sdmlm.server.errors import ApiError, internal
 from sdmlm.server.metrics import Metrics
 from sdmlm.server.settings import ServerSettings
@@ -46,7 +46,7 @@ class JSONAnswer(Response):
 
 
 class ErrorAnswer(JSONAnswer):
-    """An error in OpenAI's form.
+    """An error in OpenAI's format.
 
     It goes out at once, and then what is left of the body is read and thrown away, within bounds: if the connection were
     closed while the client still sends, many clients would see a broken pipe in place of the error.
@@ -130,7 +130,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for each in (task, gone):
             each.cancel()
         await asyncio.wait({task, gone})
-        hear(task)
+        ignore_result(task)
 
 
 async def _gone(request: Request) -> None:
@@ -138,7 +138,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-class Front:
+class GuardMiddleware:
     """The ASGI layer around the app: counts, keys, hosts, headers, and errors that nobody foresaw."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:

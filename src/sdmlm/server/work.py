@@ -1,7 +1,7 @@
-"""What the engine's thread does with the SDM language model: tasks of like kind, run together.
+"""What the engine's thread does with the SDM language model: tasks of the same kind run as one batch.
 
-A row that cannot be answered (too long, for one) fails alone. Where a batch as a whole fails, its rows are tried one by one,
-so that no request can spoil the others'.
+A task that cannot be answered (its prompt is too long, say) fails alone. If a batch fails as a whole, its tasks are tried
+one by one, so that no request can make others fail.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from sdmlm.errors import BadCompletion, BadInput, CompletionTooLong, PromptTooLong
+from sdmlm.generation.answers import Sampling
 from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.generation.search import SearchPolicy
-from sdmlm.generation.verification import Sampling, Verification
+from sdmlm.generation.verification import Verification
 from sdmlm.language_model.encoding import PromptIds
 from sdmlm.language_model.forward import inner_lm
-from sdmlm.server.engine import Job, report
+from sdmlm.server.engine import QueuedTask, report
 from sdmlm.server.errors import ApiError, internal, refused
-from sdmlm.server.info import region_facts
-from sdmlm.server.protocol import Prompt
+from sdmlm.server.protocol import PlainPrompt
 
 DEFAULT_BUDGET = 4  # further tries of a search
 
@@ -37,7 +37,7 @@ class Judged:
 class Write:
     """Write an answer and judge it. Rows with other seeds, alphas and neighbours share a batch all the same."""
 
-    prompt: Prompt
+    prompt: PlainPrompt
     sampling: Sampling
     seeds: tuple[int, ...]
     alpha: float
@@ -53,7 +53,7 @@ class Write:
 class Judge:
     """Judge an answer that somebody wrote."""
 
-    prompt: Prompt
+    prompt: PlainPrompt
     completion: str
     alpha: float
     neighbors: int
@@ -66,10 +66,10 @@ class Judge:
 
 @dataclass(frozen=True)
 class Alone:
-    """Something else to do with the model, by itself: feedback, a search. `prompt` is whose fault a refusal is."""
+    """Something that runs by itself: feedback, a search. `prompt` is the one that a refusal is about."""
 
     function: Callable[[SDMLanguageModel], Any]
-    prompt: Prompt = ""
+    prompt: PlainPrompt = ""
 
     @property
     def key(self) -> Hashable:
@@ -85,15 +85,15 @@ class Worker:
 
     def __init__(self, lm: SDMLanguageModel, max_prompt_tokens: int | None = None) -> None:
         self.lm, self._max_prompt_tokens = lm, max_prompt_tokens
-        self._jobs: Sequence[Job] = ()
+        self._jobs: Sequence[QueuedTask] = ()
         inner_lm(lm.model).register_forward_pre_hook(self._check)
 
     def _check(self, *_: Any) -> None:
-        """Before every pass of the LM: does anybody still wait?"""
+        """Called before every pass of the LM: stop if nobody waits any more."""
         if self._jobs and all(job.left for job in self._jobs):
             raise Abandoned
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Any]:
+    def __call__(self, jobs: Sequence[QueuedTask]) -> list[Any]:
         """A result, or the error to answer with, for each job of a batch."""
         self._jobs = jobs
         try:
@@ -101,20 +101,23 @@ class Worker:
         finally:
             self._jobs = ()
 
-    def _results(self, jobs: Sequence[Job]) -> list[Any]:
+    def _results(self, jobs: Sequence[QueuedTask]) -> list[Any]:
         task = jobs[0].task
         if isinstance(task, Alone):
             return [self._one(task, task.function, self.lm)]
         run = self._write if isinstance(task, Write) else self._judge
         results = [self._one(job.task, self.read, job.task.prompt) for job in jobs]
         good = [n for n, ids in enumerate(results) if isinstance(ids, PromptIds)]
-        found = self._together(run, [jobs[n] for n in good], [results[n] for n in good])
-        for n, each in zip(good, found, strict=True):
+        judged = self._together(run, [jobs[n] for n in good], [results[n] for n in good])
+        for n, each in zip(good, judged, strict=True):
             results[n] = each
         return results
 
     def _together(
-        self, run: Callable[[list[Job], list[PromptIds]], list[Judged | None]], jobs: list[Job], read: list[PromptIds]
+        self,
+        run: Callable[[list[QueuedTask], list[PromptIds]], list[Judged | None]],
+        jobs: list[QueuedTask],
+        read: list[PromptIds],
     ) -> list[Any]:
         if len(jobs) > 1:
             try:
@@ -125,14 +128,14 @@ class Worker:
                 pass  # some row cannot be judged: it will say so by itself
             except Exception as error:
                 report(error)
-        # What somebody has begun to read cannot begin anew.
+        # An answer of which a part was sent cannot start again.
         return [
-            internal() if job.heard else self._one(job.task, lambda j, ids: run([j], [ids])[0], job, prompt)
+            internal() if job.partly_sent else self._one(job.task, lambda j, ids: run([j], [ids])[0], job, prompt)
             for job, prompt in zip(jobs, read, strict=True)
         ]
 
     def _one(self, task: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns, or the error to answer with, which names the field of the task to mend."""
+        """What the function returns, or the error to answer with, which names the field to correct."""
         try:
             return function(*arguments)
         except Abandoned:
@@ -146,7 +149,7 @@ class Worker:
             report(error)
             return internal()
 
-    def read(self, prompt: Prompt) -> PromptIds:
+    def read(self, prompt: PlainPrompt) -> PromptIds:
         """The ids of a prompt, which is refused where it is too long."""
         ids: PromptIds = self.lm.read_prompts([prompt])[0]
         length, limit = len(self.lm.encoder.encode_prompt(ids)), self._max_prompt_tokens
@@ -156,23 +159,23 @@ class Worker:
             )
         return ids
 
-    def _write(self, jobs: list[Job], read: list[PromptIds]) -> list[Judged | None]:
+    def _write(self, jobs: list[QueuedTask], read: list[PromptIds]) -> list[Judged | None]:
         tasks: list[Write] = [job.task for job in jobs]
 
-        def hear(job: Job, piece: str) -> None:
-            job.heard = True
+        def send(job: QueuedTask, piece: str) -> None:
+            job.partly_sent = True
             job.call(job.task.on_text, piece)
 
-        hears = {n: partial(hear, job) for n, job in enumerate(jobs) if job.task.on_text is not None}
+        listeners = {n: partial(send, job) for n, job in enumerate(jobs) if job.task.on_text is not None}
         answers = self.lm.write(
             read,
             tasks[0].sampling,
             [task.seeds for task in tasks],
-            hears,
+            listeners,
             lambda n: not jobs[n].left,  # a row that nobody waits for ends
             progress=False,
         )
-        found: list[Judged | None] = [None] * len(jobs)
+        judged: list[Judged | None] = [None] * len(jobs)
         groups: dict[tuple[float, int], list[int]] = {}
         for n, task in enumerate(tasks):
             if not jobs[n].left:
@@ -180,22 +183,28 @@ class Worker:
         for (alpha, neighbors), rows in groups.items():
             verifications = self.lm.judge([answers[n] for n in rows], alpha, neighbors, progress=False)
             for n, verification in zip(rows, verifications, strict=True):
-                found[n] = self._judged(verification)
-        return found
+                judged[n] = self._judged(verification)
+        return judged
 
-    def _judge(self, jobs: list[Job], read: list[PromptIds]) -> list[Judged | None]:
+    def _judge(self, jobs: list[QueuedTask], read: list[PromptIds]) -> list[Judged | None]:
         tasks: list[Judge] = [job.task for job in jobs]
-        found = self.lm.verify(
+        verifications = self.lm.verify(
             [task.prompt for task in tasks],
             [task.completion for task in tasks],
             alpha=tasks[0].alpha,
             neighbors=tasks[0].neighbors,
             progress=False,
         )
-        return [self._judged(verification) for verification in found]
+        return [self._judged(verification) for verification in verifications]
 
     def search(
-        self, prompts: list[Prompt], sampling: Sampling, budget: int | None, seed: int, alpha: float, neighbors: int
+        self,
+        prompts: list[PlainPrompt],
+        sampling: Sampling,
+        budget: int | None,
+        seed: int,
+        alpha: float,
+        neighbors: int,
     ) -> list[Judged]:
         """Write answers until one is verified, under a policy that was calibrated, if there is one with these settings."""
         for prompt in prompts:
@@ -207,7 +216,7 @@ class Worker:
             if budget in (None, c.policy.budget) and c.matches(c.policy, alpha, sampling, digest)
         ]
         policy = fitting[0].policy if fitting else SearchPolicy(budget=DEFAULT_BUDGET if budget is None else budget)
-        found = self.lm.generate(
+        verifications = self.lm.generate(
             prompts,
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -220,11 +229,11 @@ class Worker:
             progress=False,
         )
         if not fitting:
-            return [self._judged(verification) for verification in found]
-        return [Judged(verification, region_facts(fitting[0].region())) for verification in found]
+            return [self._judged(verification) for verification in verifications]
+        return [Judged(verification, fitting[0].region().to_dict()) for verification in verifications]
 
     def _judged(self, verification: Verification) -> Judged:
-        return Judged(verification, region_facts(self.lm.estimator.region(verification.alpha)))
+        return Judged(verification, self.lm.estimator.region(verification.alpha).to_dict())
 
 
 def _field(task: Any, error: BadInput) -> str:

@@ -91,7 +91,7 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
         }
     layer = estimator.layers_[0]
     return {
-        **common.region_facts(region, names),
+        **region.to_dict(names),
         # The first from above: a region costs a run of Algorithm 1.
         "highest_alpha": next((a for a in reversed(ALPHA_GRID) if math.isfinite(layer.region(a).q_min)), None),
         "loss": estimator.loss_,

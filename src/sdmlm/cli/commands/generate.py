@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
 def writing(args: argparse.Namespace) -> dict[str, Any]:
     """What `add_writing` gave, as options of SDMLanguageModel.generate; refused here where no answer could be written so."""
     from sdmlm.estimator.region import check_alpha
-    from sdmlm.generation.verification import Sampling, check_whole
+    from sdmlm.generation.answers import Sampling, check_whole
 
     Sampling(
         1 if args.max_new_tokens is None else args.max_new_tokens, args.temperature, args.top_p, tuple(args.stop or ())

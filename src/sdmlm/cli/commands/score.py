@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 
         title = f"SDM decisions on {args.embeddings}"
         write_report(args.report, estimator, data, scores, title=title, class_names=names, region=region)
-    facts = {**common.region_facts(region, names), "summary": summary(estimator, data, scores, names)}
+    facts = {**region.to_dict(names), "summary": summary(estimator, data, scores, names)}
     if args.json:
         common.print_json({**facts, "output": args.output, "report": args.report, "rows": rows})
     else:

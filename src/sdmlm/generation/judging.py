@@ -1,0 +1,84 @@
+"""From scores to verifications, and the regions that decide."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from sdmlm.estimator.explain import Exemplar, reason
+from sdmlm.estimator.layer import ALPHA_GRID, highest_alpha
+from sdmlm.estimator.region import HighReliabilityRegion, membership
+from sdmlm.estimator.scores import Scores
+from sdmlm.generation.answers import Answer
+from sdmlm.generation.verification import Verification
+from sdmlm.language_model.encoding import VerificationTags
+
+# How much two float32 passes of an LM over the same document (with a cache, in another batch) may differ: in an SDM
+# output, at most this much, and at most this share of its distance to 1; in q', this share of it, and at most this much.
+_OUTPUT_NOISE, _OUTPUT_NOISE_SHARE, _Q_NOISE_SHARE, _MAX_Q_NOISE = 1e-5, 1e-2, 1e-4, 0.1
+
+
+def widened(region: HighReliabilityRegion) -> HighReliabilityRegion:
+    """A region with thresholds lowered by the rounding error of a pass of the LM.
+
+    The thresholds are outputs of calibration documents. When the LM reads such a document again, its output differs in
+    the last digits, so without a margin the document could fall on either side of its own threshold.
+    """
+    psi = tuple(value - min(_OUTPUT_NOISE, _OUTPUT_NOISE_SHARE * max(0.0, 1 - value)) for value in region.psi)
+    slack = min(region.q_min * _Q_NOISE_SHARE, _MAX_Q_NOISE)  # never a whole neighbour
+    return HighReliabilityRegion(region.alpha, region.q_min - slack, psi)
+
+
+def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], alpha: float) -> Scores:
+    """Scores decided by other regions (one for each alpha) than those of the estimator."""
+    own = region(alpha)
+    at = membership([region(a) for a in ALPHA_GRID], scores.q_prime, scores.p, scores.prediction)
+    return dataclasses.replace(
+        scores,
+        accepted=own.contains(scores.q_prime, scores.p, scores.prediction),
+        accepted_lower=own.contains(scores.q_prime_lower, scores.p_lower, scores.prediction),
+        highest_alpha=highest_alpha(at),
+    )
+
+
+def verifications(
+    answers: Sequence[Answer],
+    scores: Scores,
+    exemplars: Sequence[tuple[Exemplar, ...]],
+    region: HighReliabilityRegion,
+    tags: VerificationTags,
+) -> list[Verification]:
+    """Answers with their scores and the reason in words; `region` is the one to quote there (not widened)."""
+    judged = []
+    for i, answer in enumerate(answers):
+        c = int(scores.prediction[i])
+        highest = float(scores.highest_alpha[i])
+        judged.append(
+            Verification(
+                text=answer.text,
+                accepted=bool(scores.accepted[i]),
+                verdict=tags.yes if c else tags.no,
+                probability=float(scores.p[i, c]),
+                probability_lower=float(scores.p_lower[i, c]),
+                probability_upper=float(scores.p_upper[i, c]),
+                q=int(scores.q[i]),
+                d=float(scores.d[i]),
+                d_nearest=float(scores.d_nearest[i]),
+                q_prime=float(scores.q_prime[i]),
+                accepted_lower=bool(scores.accepted_lower[i]),
+                out_of_distribution=bool(scores.out_of_distribution[i]),
+                highest_alpha=None if math.isnan(highest) else highest,
+                exemplars=exemplars[i],
+                reason=reason(scores, i, region, (tags.no, tags.yes)),
+                alpha=region.alpha,
+                completion=answer.text + tags.suffix(bool(c)),
+                generated=answer.generated,
+                lm_verdict=answer.lm_verdict,
+                finish_reason=answer.finish_reason,
+                prompt_tokens=answer.prompt_tokens,
+                completion_tokens=answer.completion_tokens,
+                yes=tags.yes,
+            )
+        )
+    return judged

@@ -1,0 +1,98 @@
+"""The LM writes answers: generation with listeners, stop strings and the summaries that the states give on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sdmlm.generation.answers import Answer, AnswerText, Sampling
+from sdmlm.language_model.decoding import generate
+from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
+from sdmlm.language_model.summary import GenerationReader
+
+
+def write_answers(
+    model: Any,
+    encoder: Encoder,
+    prompts: Sequence[PromptIds],
+    sampling: Sampling,
+    seeds: Sequence[Sequence[int]],
+    room: int,
+    tokens_per_batch: int,
+    listeners: Mapping[int, Callable[[str], bool | None]],
+    keep_going: Callable[[int], bool] | None,
+    progress: bool,
+    contexts: Sequence[Prompt | PromptIds] | None,
+    prefixes: Sequence[str] | None,
+) -> list[Answer]:
+    """See `SDMLanguageModel.write`; `room` is the number of tokens that a prompt must leave for its answer."""
+    answers: dict[int, Answer] = {}
+    texts = [AnswerText(encoder, sampling.stop) for _ in prompts]
+
+    def finish(n: int, ids: list[int]) -> list[int]:
+        answers[n] = _written_answer(encoder, prompts[n], ids, texts[n], room)
+        return answers[n].ids
+
+    def should_stop(n: int, ids: list[int]) -> bool:
+        if (keep_going is not None and not keep_going(n)) or texts[n].stopped(ids):
+            return True
+        listener = listeners.get(n)
+        piece = texts[n].piece(ids) if listener is not None else ""  # decoding costs time: only for a listener
+        return bool(piece) and listener is not None and listener(piece) is False
+
+    # Summaries can be read off the generation only if the LM reads the very document that is judged.
+    reader = GenerationReader(encoder.open_ids, finish) if contexts is None and prefixes is None else None
+    generated = generate(
+        model,
+        encoder,
+        prompts if contexts is None else contexts,
+        sampling.max_new_tokens,
+        sampling.temperature,
+        seeds,
+        tokens_per_batch,
+        progress,
+        rooms=[room] * len(prompts),
+        top_p=sampling.top_p,
+        prefixes=prefixes,
+        should_stop=should_stop if sampling.stop or listeners or keep_going is not None else None,
+        reader=reader,
+    )
+    for n, ids in enumerate(generated):
+        if n not in answers:
+            finish(n, ids)
+        if reader is not None:
+            answers[n].h = reader.h.get(n)
+        if n in listeners and (piece := texts[n].last(answers[n].text)):
+            listeners[n](piece)
+    return [answers[n] for n in range(len(prompts))]
+
+
+def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: AnswerText, room: int) -> Answer:
+    """The answer in generated ids; `room` is the number of tokens that the prompt left for it."""
+    verbatim, prompt_ids = text.verbatim(ids), encoder.encode_prompt(prompt, room)
+    body, verdict = text.read(verbatim)
+    try:
+        document = encoder.encode_for_judging(prompt, body)
+    except ValueError:  # encoded again, the answer has more tokens than before, too many: judge the ids as generated
+        document = prompt_ids + _up_to_tag(encoder, ids)
+    ended = text.stopped(ids) or encoder.ends(ids)
+    return Answer(
+        text=body,
+        ids=document,
+        prompt_tokens=len(prompt_ids),
+        completion_tokens=len(ids),
+        generated=verbatim,
+        lm_verdict=verdict,
+        finish_reason="stop" if ended else "length",
+    )
+
+
+def _up_to_tag(encoder: Encoder, ids: list[int]) -> list[int]:
+    """Generated ids up to and including their right-most `<verified>`, or with one appended.
+
+    Control tokens that the LM wrote into its answer are left out: no answer may hold turns of its own.
+    """
+    turn, tag = encoder.turn(ids), encoder.open_ids
+    ends = range(len(turn) - len(tag), -1, -1)
+    body = turn[: next((n for n in ends if turn[n : n + len(tag)] == tag), len(turn))]
+    return [i for i in body if i not in encoder.control_ids] + tag
