@@ -1,5 +1,5 @@
 """The `sdmlm` command."""
 
-from sdmlm.cli.main import main
+from sdmlm.cli.main import build_parser, main
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]
