@@ -212,9 +212,9 @@ def percent(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Four digits, "none" where there is no such number."""
-    return f"{value:.4g}" if math.isfinite(value) else "none"
+    return f"{value:.4g}" if value is not None and math.isfinite(value) else "none"
 
 
 def warn(message: str) -> None:
