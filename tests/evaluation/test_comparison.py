@@ -13,7 +13,7 @@ import sdmlm.evaluation.comparison
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.evaluation.baselines import APS, RAPS, SoftmaxThreshold, TemperatureScaling, cross_entropy_logits
-from sdmlm.evaluation.comparison import Comparison, compare
+from sdmlm.evaluation.comparison import EstimatorComparison, compare
 from sdmlm.evaluation.metrics import selective_metrics
 
 FAST = {"exemplar_dim": 16, "epochs": 15, "learning_rate": 1e-3, "rounds": 2, "progress": False}
@@ -36,11 +36,11 @@ TESTS = {"same": blobs(150, 1), "shifted": blobs(150, 2, shift=1.0)}
 
 
 @pytest.fixture(scope="module")
-def comparison() -> Comparison:
+def comparison() -> EstimatorComparison:
     return compare(FIT, TESTS, alpha=0.9, model_name="tiny", bootstrap=50, seed=3, **FAST)
 
 
-def test_rows_are_complete_and_in_order(comparison: Comparison) -> None:
+def test_rows_are_complete_and_in_order(comparison: EstimatorComparison) -> None:
     expected = [
         (dataset, model, estimator)
         for dataset in ("same", "shifted")
@@ -54,7 +54,7 @@ def test_rows_are_complete_and_in_order(comparison: Comparison) -> None:
     json.dumps(comparison.table.json(), allow_nan=False)
 
 
-def test_every_row_is_the_metrics_of_its_decisions(comparison: Comparison) -> None:
+def test_every_row_is_the_metrics_of_its_decisions(comparison: EstimatorComparison) -> None:
     for row in comparison.table.rows:
         predictions, accepted = comparison.decisions[row.dataset, row.model, row.estimator]
         y = TESTS[row.dataset].y
@@ -66,7 +66,7 @@ def test_every_row_is_the_metrics_of_its_decisions(comparison: Comparison) -> No
     assert accepted["same", "tiny+SDM", "SDM HR lower"] <= accepted["same", "tiny+SDM", "SDM HR"]
 
 
-def test_decisions_can_be_rebuilt_from_the_split_of_the_estimator(comparison: Comparison) -> None:
+def test_decisions_can_be_rebuilt_from_the_split_of_the_estimator(comparison: EstimatorComparison) -> None:
     layer = SDMEstimator(alpha=0.9, seed=3, **FAST).fit(FIT.X, FIT.y, ids=FIT.ids).layers_[0]
     train = np.array([FIT.ids.index(i) for i in layer.support_ids])
     held = np.array([FIT.ids.index(i) for i in layer.calibration_ids])
@@ -102,7 +102,7 @@ def test_decisions_can_be_rebuilt_from_the_split_of_the_estimator(comparison: Co
             assert (comparison.decisions[dataset, "tiny+SDM", name][1] == accepted).all()
 
 
-def test_labels_of_the_tests_change_metrics_only(comparison: Comparison) -> None:
+def test_labels_of_the_tests_change_metrics_only(comparison: EstimatorComparison) -> None:
     flipped = {name: dataclasses.replace(data, y=1 - data.y) for name, data in TESTS.items()}
     other = compare(FIT, flipped, alpha=0.9, model_name="tiny", bootstrap=0, seed=3, **FAST)
     for key, (predictions, accepted) in comparison.decisions.items():

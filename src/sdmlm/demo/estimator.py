@@ -26,7 +26,7 @@ from sdmlm.demo.one_thread import one_thread
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.explain import Explanation
-from sdmlm.evaluation.comparison import Comparison, compare
+from sdmlm.evaluation.comparison import EstimatorComparison, compare
 from sdmlm.report import Example, write_report
 
 ALPHA, SEED = 0.95, 0
@@ -49,7 +49,7 @@ READING = (
 )
 
 
-def run_demo(folder: str, fast: bool, out: Console) -> Comparison:
+def run_demo(folder: str, fast: bool, out: Console) -> EstimatorComparison:
     """Fit, compare, explain; write tables, report, estimator and the test sets into `folder`."""
     files = output_files(folder)
     saved = str(Path(folder) / "estimator")
@@ -111,7 +111,7 @@ def art(image: NDArray[Any]) -> str:
     return "\n".join("".join(_SHADES[v] * 2 for v in line).rstrip() for line in levels)
 
 
-def verdict(found: Comparison, tests: dict[str, Embeddings]) -> list[str]:
+def verdict(found: EstimatorComparison, tests: dict[str, Embeddings]) -> list[str]:
     """What the numbers of "SDM HR" say, whichever way they went."""
     lines = []
     for row in found.table.rows:

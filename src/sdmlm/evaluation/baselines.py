@@ -1,9 +1,10 @@
 """What one would use instead of the high-reliability region, behind one interface.
 
-Each class has `fit(points, y)` on labelled CALIBRATION points and `accept(points)` -> (predictions, accepted). For the
-first five a point is a row of logits (an LM's own, or those of `cross_entropy_logits`); for the SDM ones it is an
-embedding, and the estimator they are given was calibrated when it was fitted. Predictions are always the argmax of the
-logits: what differs is only which of them are accepted.
+Each class has `fit(points, y)` on labelled CALIBRATION points, `accept(points)` -> (predictions, accepted), and
+`score(points)`: one number per point, higher means more trustworthy. For the first five a point is a row of logits (an
+LM's own, or those of `cross_entropy_logits`); for the SDM ones it is an embedding, and the estimator they are given was
+calibrated when it was fitted. Predictions are always the argmax of the logits: what differs is only which of them are
+accepted. `embedding_baselines` has the classifiers and detectors that start from embeddings.
 
 The conformal sets are our own: MAPIE (1.6) refuses APS and RAPS for two classes.
 """
@@ -69,6 +70,10 @@ class LogitBaseline:
         z = self._checked(logits)
         return z.argmax(axis=1), self._accepted(z)
 
+    def score(self, logits: ArrayLike) -> Floats:
+        """One score per row, higher means more trustworthy; by default max softmax(z)."""
+        return self._score(self._checked(logits))
+
     def _checked(self, logits: ArrayLike) -> Floats:
         if not hasattr(self, "n_classes_"):
             raise ValueError(f"This {type(self).__name__} is not fitted yet: call fit with calibration points.")
@@ -79,6 +84,9 @@ class LogitBaseline:
 
     def _accepted(self, z: Floats) -> NDArray[np.bool_]:
         raise NotImplementedError
+
+    def _score(self, z: Floats) -> Floats:
+        return _confidence(z)
 
 
 class NoReject(LogitBaseline):
@@ -92,7 +100,7 @@ class SoftmaxThreshold(LogitBaseline):
     """Accept where max softmax(z) >= alpha."""
 
     def _accepted(self, z: Floats) -> NDArray[np.bool_]:
-        return _confident(z, self.alpha)
+        return self._score(z) >= self.alpha
 
 
 class TemperatureScaling(LogitBaseline):
@@ -111,7 +119,10 @@ class TemperatureScaling(LogitBaseline):
         self.temperature_ = math.exp(-(brentq(slope, low, high, xtol=1e-12) if beyond is None else beyond))
 
     def _accepted(self, z: Floats) -> NDArray[np.bool_]:
-        return _confident(z / self.temperature_, self.alpha)
+        return self._score(z) >= self.alpha
+
+    def _score(self, z: Floats) -> Floats:
+        return _confidence(z / self.temperature_)
 
 
 class RAPS(LogitBaseline):
@@ -128,6 +139,7 @@ class RAPS(LogitBaseline):
     penalty = 0.1: the middle of the values {0.001, 0.01, 0.1, 0.2, 0.5} that the authors search for small sets, fixed
     beforehand, because a search would take calibration points away to stay valid.
 
+    `score` is the conformal score of the second most probable class: the set has one class where it exceeds tau.
     u is drawn from `seed`, in the order of the rows: the same call gives the same answer. Learned: `threshold_` (tau).
     """
 
@@ -149,6 +161,9 @@ class RAPS(LogitBaseline):
 
     def _accepted(self, z: Floats) -> NDArray[np.bool_]:
         return np.asarray(self.sets(z).sum(axis=1) == 1)
+
+    def _score(self, z: Floats) -> Floats:
+        return np.asarray(np.sort(self._scores(z, stream=1), axis=1)[:, 1])
 
     def _scores(self, z: Floats, stream: int) -> Floats:
         """s(x, y, u) of every class, (N, C). Calibration (0) and use (1) draw u independently of each other."""
@@ -182,29 +197,42 @@ class SDMBaseline:
 
     def accept(self, X: ArrayLike | Scores) -> Decisions:
         """(predictions, accepted) of embeddings (N, D), or of their Scores where they are at hand."""
-        scores = X if isinstance(X, Scores) else self.estimator.score(X)
+        scores = self._scored(X)
         return scores.prediction, self._accepted(scores)
 
+    def score(self, X: ArrayLike | Scores) -> Floats:
+        """One score per point, higher means more trustworthy."""
+        return self._score(self._scored(X))
+
+    def _scored(self, X: ArrayLike | Scores) -> Scores:
+        return X if isinstance(X, Scores) else self.estimator.score(X)
+
     def _accepted(self, scores: Scores) -> NDArray[np.bool_]:
+        return self._score(scores) >= self.estimator.alpha_
+
+    def _score(self, scores: Scores) -> Floats:
         raise NotImplementedError
 
 
 class DistanceSoftmax(SDMBaseline):
     """Accept where max softmax(d z') >= alpha: Distance and Magnitude without Similarity."""
 
-    def _accepted(self, scores: Scores) -> NDArray[np.bool_]:
-        return _confident(scores.d[:, None] * scores.z, self.estimator.alpha_)
+    def _score(self, scores: Scores) -> Floats:
+        return _confidence(scores.d[:, None] * scores.z)
 
 
 class SDMThreshold(SDMBaseline):
     """Accept where max SDM(z') >= alpha: all three signals, no region."""
 
-    def _accepted(self, scores: Scores) -> NDArray[np.bool_]:
-        return np.asarray(scores.p.max(axis=1) >= self.estimator.alpha_)
+    def _score(self, scores: Scores) -> Floats:
+        return np.asarray(scores.p.max(axis=1))
 
 
 class SDMRegion(SDMBaseline):
-    """Accept what lies in the high-reliability region; with `lower`, what does so by the lower estimate."""
+    """Accept what lies in the high-reliability region; with `lower`, what does so by the lower estimate.
+
+    `score` is q', the rescaled Similarity that the region puts a threshold on.
+    """
 
     def __init__(self, estimator: SDMEstimator, lower: bool = False) -> None:
         super().__init__(estimator)
@@ -212,6 +240,9 @@ class SDMRegion(SDMBaseline):
 
     def _accepted(self, scores: Scores) -> NDArray[np.bool_]:
         return scores.accepted_lower if self.lower else scores.accepted
+
+    def _score(self, scores: Scores) -> Floats:
+        return scores.q_prime_lower if self.lower else scores.q_prime
 
 
 def cross_entropy_logits(
@@ -222,7 +253,7 @@ def cross_entropy_logits(
     `train` and `calibration` are (X, y); settings and device are those of the fitted `estimator`. As for the SDM layer,
     the calibration points pick the epoch: that they then calibrate the baselines too is the same advantage for all.
     """
-    device = estimator.layers_[0].adaptor.weight.device
+    device = estimator.torch_device()
     names = ("exemplar_dim", "epochs", "batch_size", "learning_rate", "center")
     settings: dict[str, Any] = {name: getattr(estimator, name) for name in names}
 
@@ -243,5 +274,5 @@ def cross_entropy_logits(
     return lambda X: np.asarray(adaptor(tensor(X))[1].cpu())
 
 
-def _confident(z: Floats, alpha: float) -> NDArray[np.bool_]:
-    return np.asarray(softmax(z, axis=1).max(axis=1) >= alpha)
+def _confidence(z: Floats) -> Floats:
+    return np.asarray(softmax(z, axis=1).max(axis=1))

@@ -1,7 +1,7 @@
-"""All estimators on the same points: the table that shows what the high-reliability region is worth.
+"""All estimators on the same points: the tables that show what the high-reliability region is worth.
 
-One SDMEstimator is fitted. The cross-entropy adaptor is trained on the training half of its best round, and every
-baseline is calibrated on the calibration half of that round. The test sets are only looked at to fill the table.
+One SDMEstimator is fitted. The cross-entropy adaptor and the logistic regression are trained on its training half, and
+every baseline is calibrated on its calibration half. The test sets are only used to fill the tables.
 """
 
 from __future__ import annotations
@@ -31,17 +31,28 @@ from sdmlm.evaluation.baselines import (
     checked_logits,
     cross_entropy_logits,
 )
+from sdmlm.evaluation.embedding_baselines import EmbeddingBaseline, embedding_baselines
 from sdmlm.evaluation.metrics import selective_metrics
+from sdmlm.evaluation.score_table import ScoredPoints, ScoreTable
 from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 
-Named = Mapping[str, LogitBaseline | SDMBaseline]  # by the name in the table
+Named = Mapping[str, LogitBaseline | SDMBaseline | EmbeddingBaseline]  # by the name in the table
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The table, the fitted estimator, and (predictions, accepted) by (dataset, model, estimator) as in the table."""
+class EstimatorComparison:
+    """What `compare` gives.
+
+    Attributes
+    ----------
+    table : accuracy and share of the accepted by class, for SDM and the baselines over logits.
+    scores : one line per estimator, the rivals over embeddings included: accuracy, coverage, AUROC, AURC.
+    estimator : the fitted SDM estimator.
+    decisions : (predictions, accepted) by (dataset, model, estimator) as in `table`.
+    """
 
     table: SelectiveTable
+    scores: ScoreTable
     estimator: SDMEstimator
     decisions: dict[tuple[str, str, str], Decisions]
 
@@ -55,11 +66,11 @@ def compare(
     seed: int = 0,
     progress: bool = True,
     **estimator_parameters: Any,
-) -> Comparison:
+) -> EstimatorComparison:
     """Fit on `fit_data`, and let every estimator judge each of `tests` (name -> embeddings) at alpha.
 
-    Three models predict: the LM by its own logits (only where all files have them), the cross-entropy adaptor, and the
-    SDM layer. `estimator_parameters` are those of SDMEstimator; the adaptor is trained with the same.
+    Four models predict: the LM by its own logits (only where all files have them), the cross-entropy adaptor, the SDM
+    layer, and a logistic regression over the embeddings. `estimator_parameters` are those of SDMEstimator; the adaptor is trained with the same.
     """
     check_alpha(alpha)
     y = fit_data.labels("The data to fit on")
@@ -71,38 +82,47 @@ def compare(
     names = [*fit_data.class_names[:n_classes], *map(str, range(len(fit_data.class_names), n_classes))]
     estimator = SDMEstimator(alpha=alpha, seed=seed, progress=progress, **estimator_parameters)
     estimator.fit(fit_data.X, y, ids=fit_data.ids, documents=fit_data.documents(), class_names=names)
-    layer = estimator.layers_[0]
     where = {name: i for i, name in enumerate(fit_data.ids)}
-    train, held = ([where[name] for name in ids] for ids in (layer.support_ids, layer.calibration_ids))
+    train, held = ([where[name] for name in ids] for ids in (estimator.support_ids_, estimator.calibration_ids_))
     X_ca, y_ca = fit_data.X[held], y[held]
     adaptor = cross_entropy_logits(estimator, (fit_data.X[train], y[train]), (X_ca, y_ca), seed, progress)
 
     over_lm = _over_logits(np.asarray(fit_data.logits)[held], y_ca, alpha, seed) if with_lm else {}
     over_adaptor = _over_logits(adaptor(X_ca), y_ca, alpha, seed)
-    over_z = {"no-reject": NoReject(alpha).fit(layer.calibration.z, y_ca)}
+    over_z = {"no-reject": NoReject(alpha).fit(estimator.calibration_.z, y_ca)}
     over_sdm = {
         "softmax(d z')": DistanceSoftmax(estimator),
         "SDM": SDMThreshold(estimator),
         "SDM HR": SDMRegion(estimator),
         "SDM HR lower": SDMRegion(estimator, lower=True),
     }
+    rivals = {
+        name: rival.fit(X_ca, y_ca) for name, rival in embedding_baselines((fit_data.X[train], y[train]), alpha).items()
+    }
     lm, prefix = model_name or "LM", f"{model_name}+" if model_name else ""
     decisions: dict[tuple[str, str, str], Decisions] = {}
     rows: list[SelectiveRow] = []
+    scored: list[ScoredPoints] = []
     for dataset, data in tests.items():
-        scores = estimator.score(data.X)
+        scores, labels = estimator.score(data.X), data.labels(dataset)
         judged: list[tuple[str, Named, Any]] = [
             (lm, over_lm, data.logits),
             (f"{prefix}adaptor", over_adaptor, adaptor(data.X)),
             (f"{prefix}SDM", over_z, scores.z),
             (f"{prefix}SDM", over_sdm, scores),
+            (f"{prefix}logistic regression", rivals, data.X),
         ]
         for model, named, points in judged:
             for name, baseline in named.items():
-                decided = decisions[dataset, model, name] = baseline.accept(points)
-                metrics = selective_metrics(data.labels(dataset), *decided, n_classes, bootstrap, seed)
+                decided = baseline.accept(points)
+                correct = decided[0] == labels
+                scored.append(ScoredPoints(dataset, model, name, baseline.score(points), decided[1], correct))
+                if named is rivals:
+                    continue  # the papers' table is about the SDM layer and what stands on logits
+                decisions[dataset, model, name] = decided
+                metrics = selective_metrics(labels, *decided, n_classes, bootstrap, seed)
                 rows.append(SelectiveRow(dataset, model, name, metrics))
-    return Comparison(SelectiveTable(rows, alpha, names), estimator, decisions)
+    return EstimatorComparison(SelectiveTable(rows, alpha, names), ScoreTable(scored, alpha), estimator, decisions)
 
 
 def _over_logits(logits: ArrayLike, y: NDArray[np.int64], alpha: float, seed: int) -> dict[str, LogitBaseline]:

@@ -1,0 +1,114 @@
+"""One line per estimator: accuracy, what it accepts, and how well its score ranks right above wrong predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from sdmlm.evaluation.metrics import score_measures
+from sdmlm.evaluation.tables import CellText, TextRow, TextTable, csv_text
+
+_COLUMNS = {  # the columns of a printed table: name -> (head, head in LaTeX)
+    "accuracy": ("acc.", r"\textsc{Acc.}"),
+    "coverage": ("cov.", r"\textsc{Cov.}"),
+    "accuracy_accepted": ("acc. accepted", r"\textsc{Acc.} accepted"),
+    "auroc": ("AUROC", "AUROC"),
+    "aurc": ("AURC", "AURC"),
+}
+CAPTION = (
+    "acc.: accuracy over all points. cov.: share of points accepted. acc. accepted: accuracy among them (-: nothing is "
+    "accepted). AUROC: chance that a right prediction scores above a wrong one (higher is better; -: all are right or all "
+    "wrong). AURC: mean error rate over all shares accepted (lower is better)."
+)
+
+
+@dataclass(frozen=True)
+class ScoredPoints:
+    """What one estimator says of one data set: a score, a decision, and whether the prediction is right, per point."""
+
+    dataset: str
+    model: str
+    estimator: str
+    scores: NDArray[np.float64]
+    accepted: NDArray[np.bool_]
+    correct: NDArray[np.bool_]
+
+    @cached_property
+    def measures(self) -> dict[str, float | None]:
+        """All measures by name; None where one is undefined."""
+        accepted = self.correct[self.accepted]
+        values = {
+            "accuracy": float(self.correct.mean()),
+            "coverage": float(self.accepted.mean()),
+            "accuracy_accepted": float(accepted.mean()) if len(accepted) else math.nan,
+            **score_measures(self.scores, self.correct),
+        }
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """All estimators on the same points, one line each. `csv` and `json` have every measure, the others the main ones."""
+
+    rows: Sequence[ScoredPoints]
+    alpha: float
+
+    def json(self) -> list[dict[str, Any]]:
+        """Plain values; None (null) where a measure is undefined."""
+        return [
+            {"dataset": row.dataset, "model": row.model, "estimator": row.estimator, **row.measures}
+            for row in self.rows
+        ]
+
+    def csv(self) -> str:
+        """One line per row with a header; empty where a measure is undefined."""
+        rows = self.json()
+        return csv_text(list(rows[0]), [list(row.values()) for row in rows])
+
+    def latex(self) -> str:
+        """A booktabs table*."""
+        return self._text().latex()
+
+    def markdown(self) -> str:
+        """For a page."""
+        return self._text().markdown()
+
+    def rich(self) -> RichTable:
+        """For a terminal."""
+        return self._text().rich()
+
+    def cells(self, row: ScoredPoints) -> list[str]:
+        """The main measures of a row as text."""
+        return ["-" if (value := row.measures[name]) is None else f"{value:.3f}" for name in _COLUMNS]
+
+    @property
+    def heads(self) -> list[str]:
+        return [head for head, _ in _COLUMNS.values()]
+
+    def _text(self) -> TextTable:
+        rows = tuple(
+            TextRow(
+                (row.dataset, row.model, row.estimator),
+                tuple(CellText(Text(f" {cell}"), cell, (cell,)) for cell in self.cells(row)),
+            )
+            for row in self.rows
+        )
+        heads = " & ".join(["Dataset", "Model", "Estimator", *(latex for _, latex in _COLUMNS.values())])
+        return TextTable(
+            ("Dataset", "Model", "Estimator"),
+            tuple(self.heads),
+            rows,
+            latex_preamble=(r"% \usepackage{booktabs,graphicx}",),
+            latex_heads=(heads + r" \\",),
+            latex_caption=rf"All estimators on the same points, $\alpha={self.alpha:g}$. {CAPTION}",
+            title=f"All estimators on the same points, alpha = {self.alpha:g}",
+            caption=CAPTION,
+        )
