@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sdmlm.demo import SENTENCES, SENTENCES_SEED
-from sdmlm.demo.sentences import sentences
+from sdmlm.demo.sentences import settled_sentences
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
 from sdmlm.experiments.evaluate import evaluate, generation_length
 from sdmlm.experiments.runs import Run
@@ -139,7 +139,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
 
 def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
     """The rows of the demo, always the same: those of `sdmlm data word-ordering --sentences demo` with these sizes."""
-    return word_ordering.make_splits(sentences(SENTENCES, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
+    return word_ordering.make_splits(settled_sentences(SENTENCES, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
 
 
 @contextlib.contextmanager

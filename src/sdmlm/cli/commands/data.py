@@ -96,9 +96,9 @@ def read_sentences(source: str) -> list[str]:
     set of the Hub, as name, name:split (also train[:9]) or name:configuration:split; a cell with several lines is as many
     sentences."""
     if source == "demo":
-        from sdmlm.demo.sentences import sentences
+        from sdmlm.demo.sentences import settled_sentences
 
-        return sentences(SENTENCES, seed=SENTENCES_SEED)
+        return settled_sentences(SENTENCES, seed=SENTENCES_SEED)
     path = Path(source)
     if path.is_file():
         lines = _sentences_in(decode(path.read_bytes(), source))
