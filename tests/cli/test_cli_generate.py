@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from tiny_sdm_lm import calibration_rows, marked_rows, train
 from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
 from sdmlm.cli import main
 from sdmlm.cli.commands.calibrate_search import summary
+from sdmlm.cli.commands.generate import decision
 from sdmlm.cli.common import to_json
 
 PROMPTS = [row["prompt"] for row in marked_rows(30, 5)]
@@ -71,14 +73,14 @@ def test_a_table_for_people(here: Path, lm: SDMLanguageModel, capsys: pytest.Cap
     out = unwrapped(capsys.readouterr().out)
     found = lm.generate(PROMPTS)
     verified = sum(v.verified for v in found)
-    assert f'{verified} of 30 answers ({verified / 30:.1%}) are verified: accepted as "Yes" at alpha 0.8.' in out
+    assert f'{verified} of 30 answers ({verified / 30:.1%}) are verified: judged "Yes" in the high-reliability ' in out
     assert "... and 10 more." in out
     assert "Written: out.jsonl." in out
     written = lines((here / "out.jsonl").read_text())
     assert [row["text"] for row in written] == [v.text for v in found]
     assert [row["verified"] for row in written] == [v.verified for v in found]
     assert 0 < verified < 30
-    assert all(word in out for word in ("accepted", "rejected"))
+    assert all(word in out for word in ("Verified (verdict Yes)", "Not verified", "a person should look (verdict "))
     for prompt, v in zip(PROMPTS[:20], found, strict=False):
         assert unwrapped(f"asked: {prompt} answer: {v.text} why: {v.reason}") in out
 
@@ -186,8 +188,7 @@ def test_chat_with_piped_lines(
     assert main(["chat", "model", "--alpha", "0.7"]) == 0
     out, err = capsys.readouterr()
     first, second = lm.generate(["abc=", "abd="], alpha=0.7)
-    decision = "accepted" if first.accepted else "rejected"
-    assert out.startswith(f"{first.text}\n{first.verdict}, {decision}. {first.reason}\n{second.text}\n")
+    assert out.startswith(f"{first.text}\n{decision(first)}. {first.reason}\n{second.text}\n")
     assert out.endswith(second.reason + "\n")
     assert err.startswith("sdmlm: This has 300 tokens, but the model's context leaves room for")
     assert err.count("\n") == 1
@@ -229,6 +230,77 @@ def test_the_person_at_a_terminal(
 # Bad input
 
 
+def test_what_is_too_long_is_listed_and_the_rest_is_judged(
+    here: Path, lm: SDMLanguageModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "long.txt").write_text("abc=\n" + "a" * 300 + "\nabd=\n")
+    assert main(["generate", "model", "--prompts", "long.txt", "--json"]) == 1
+    out, err = capsys.readouterr()
+    first, refused, last = lines(out)
+    expected = lm.generate(["abc=", "abd="])
+    assert [first["text"], last["text"]] == [v.text for v in expected]
+    assert (first["prompt"], last["prompt"]) == ("abc=", "abd=")
+    assert set(refused) == {"prompt", "verified", "error"}
+    assert refused["verified"] is False
+    assert refused["error"].startswith("Prompt 1 has 300 tokens")
+    assert err == f"sdmlm: 1 of 3 rows were not judged:\nsdmlm:   {refused['error']}\n"
+    rows = [{"prompt": "abc=", "completion": c} for c in ("abc", "a" * 300, "abd.")]
+    (here / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["verify", "model", "--data", "long.jsonl", "--output", "v.jsonl"]) == 1
+    out, err = capsys.readouterr()
+    assert "of 2 answers" in unwrapped(out)
+    assert "Prompt 1 and its completion are longer together" in err
+    assert ["error" in row for row in lines((here / "v.jsonl").read_text())] == [False, True, False]
+    (here / "all.txt").write_text("a" * 300)
+    assert main(["generate", "model", "--prompts", "all.txt"]) == 1
+    assert "1 of 1 rows were not judged" in capsys.readouterr().err
+
+
+FORGED = "\x1b[2J\x1b[32m Yes, verified\x9b\u202e\u200b\r"
+
+
+def test_text_cannot_control_the_terminal(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt": FORGED + "abc=", "completion": FORGED}
+    (here / "forged.jsonl").write_text(json.dumps(row) + "\n")
+    hidden = set(FORGED) - set("[2J3m Yes,vrifd")
+    shown = r"\x1b[2J\x1b[32m Yes, verified\x9b\u202e\u200b\x0d"
+
+    class Model:
+        """Says whatever it is asked, forged text included."""
+
+        def __init__(self, lm: SDMLanguageModel) -> None:
+            self.encoder, self.tokenizer, self._lm = lm.encoder, lm.tokenizer, lm
+
+        def __getattr__(self, name: str) -> Any:
+            def judged(prompts: list[Any], *args: Any, on_text: Any = None, **options: Any) -> Any:
+                if on_text is not None:
+                    on_text(0, FORGED)
+                v = self._lm.verify(["abc="], ["abc"])[0]
+                return [dataclasses.replace(v, text=FORGED, reason=FORGED) for _ in prompts]
+
+            return judged
+
+    real = SDMLanguageModel.from_pretrained
+    monkeypatch.setattr(SDMLanguageModel, "from_pretrained", lambda *a, **k: Model(real(*a, **k)))
+    for command in (["verify", "model", "--data"], ["generate", "model", "--prompts"]):
+        for options in ([], ["--json"]):
+            assert main([*command, "forged.jsonl", *options]) == 0
+            out, err = capsys.readouterr()
+            assert not hidden & set(out + err), (command, options)
+            if options:
+                assert lines(out)[0]["text"] == FORGED  # the same value, in JSON escapes
+            else:
+                assert unwrapped(out).count(shown.removesuffix(r"\x0d")) >= 3  # asked, answer and why
+    pipe(monkeypatch, FORGED.encode()[:-1] + b"\n")
+    assert main(["chat", "model"]) == 0
+    out, err = capsys.readouterr()
+    assert not hidden & set(out + err)
+    assert shown in out
+    assert not hidden & set(fails(capsys, "generate", "model", "--prompts", FORGED + ".csv"))
+
+
 def test_one_sentence_for_every_mistake(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +310,6 @@ def test_one_sentence_for_every_mistake(
     (here / "list.jsonl").write_text("[1]\n")
     (here / "other.jsonl").write_text('{"text": "a"}\n')
     (here / "types.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3, "completion": "b"}\n')
-    (here / "long.txt").write_text("abc=\n" + "a" * 300)
     (here / "x.csv").write_text("a")
     ask = ["generate", "model", "--prompts"]
     for name, message in {
@@ -248,7 +319,6 @@ def test_one_sentence_for_every_mistake(
         "list.jsonl": "list.jsonl, line 1: expected an object",
         "other.jsonl": "other.jsonl, line 1: 'prompt' is missing",
         "types.jsonl": "Prompt 1 is int",
-        "long.txt": "Prompt 1 has 300 tokens",
         "x.csv": "x.csv is of an unknown kind",
         "none.txt": "none.txt: No such file",
         ".": ". is a folder",

@@ -10,9 +10,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_checks import fails
 from server_checks import ask, chat, process, trained, wait_until
+
+from sdmlm import SDMEstimator
 
 
 def test_it_finishes_what_it_has_begun_and_logs_no_text(tmp_path: Path) -> None:
@@ -103,3 +106,25 @@ def test_help_comes_at_once() -> None:
     assert done.stderr == "set()\n"
     for option in ("--host", "--port", "--api-key", "--upstream-model", "--max-queue", "--timeout", "examples:"):
         assert option in done.stdout
+
+
+def test_an_empty_key_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would look protected and be open to anybody."""
+    for empty in ("", " "):
+        monkeypatch.setenv("SDMLM_API_KEY", empty)
+        assert "SDMLM_API_KEY is set but empty" in fails(capsys, "serve", str(tmp_path))
+    monkeypatch.delenv("SDMLM_API_KEY")
+    assert "must be plain characters" in fails(capsys, "serve", str(tmp_path), "--api-key", "")
+
+
+def test_the_folder_of_an_estimator_is_called_by_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 40)
+    X = rng.normal(size=(40, 4)) + 3 * y[:, None]
+    SDMEstimator(exemplar_dim=4, epochs=1, rounds=1, progress=False).fit(X, y).save_pretrained(tmp_path / "estimator")
+    said = fails(capsys, "serve", str(tmp_path / "estimator"), "--port", "0")
+    assert "is a saved SDMEstimator, which judges embeddings, not a language model" in said
+    assert "sdmlm score" in said
+    assert "calibrate" not in said

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.finetuning.processes import is_main_process
+from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,8 +173,16 @@ def _check_writable(folder: Path) -> None:
 def console(args: argparse.Namespace) -> Console:
     """Where text for people goes: stdout, but stderr where stdout carries JSON."""
     from rich.console import Console
+    from rich.segment import Segment
 
-    return Console(stderr=bool(getattr(args, "json", False)), highlight=False)
+    class SafeConsole(Console):
+        """Shows control characters in whatever is printed; rich's own colours are styles, not characters."""
+
+        def render(self, renderable: Any, options: Any = None) -> Any:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return SafeConsole(stderr=bool(getattr(args, "json", False)), highlight=False)
 
 
 def rich_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
@@ -194,7 +203,9 @@ def print_json(value: Any) -> None:
 
 def to_json(value: Any) -> str:
     """JSON as the standard has it: null for NaN and infinities, numbers of NumPy as plain ones."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    # Hidden characters as JSON escapes: the same value, but nothing in it can control a terminal.
+    return "".join(c if visible(c) == c else json.dumps(c)[1:-1] for c in text) if visible(text) != text else text
 
 
 def _plain(value: Any) -> Any:
@@ -219,7 +230,7 @@ def number(value: float | None) -> str:
 
 def warn(message: str) -> None:
     """A remark for the person at the terminal, on stderr."""
-    print(f"sdmlm: {message}", file=sys.stderr)
+    print(f"sdmlm: {visible(message)}", file=sys.stderr)
 
 
 @contextlib.contextmanager

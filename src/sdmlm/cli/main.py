@@ -26,6 +26,7 @@ from sdmlm.cli.commands import (
     train,
     verify,
 )
+from sdmlm.storage.text_files import visible
 
 EXAMPLES = """\
 examples:
@@ -81,13 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0, or 2 with one sentence on stderr for bad input, trouble with files, or an interruption.
+    """Run a command; 0, 1 where part of the input was refused and the rest was done, or 2 with one sentence on stderr for bad input, trouble with files, or an interruption.
 
     Anything else is a bug and shows its traceback.
     """
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        status = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
@@ -102,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("not enough memory: try fewer rows at once.")
     except ValueError as error:
         return _fail(str(error))
-    return 0
+    return int(status or 0)
 
 
 def _fail(message: str) -> int:
-    print(f"sdmlm: {' '.join(message.split())}", file=sys.stderr)
+    print(f"sdmlm: {visible(' '.join(message.split()))}", file=sys.stderr)
     return 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sdmlm.errors import BadCompletion, BadPrompt, BadRow, CompletionTooLong, PromptTooLong
+from sdmlm.errors import BadCompletion, BadPrompt, BadRow, CompletionTooLong, PromptTooLong, SDMError
 from sdmlm.generation.answers import Answer
 from sdmlm.language_model.encoding import Encoder, PromptIds, completion_text
 
@@ -78,6 +78,21 @@ def read_completion(encoder: Encoder, prompt: PromptIds, completion: Any, index:
         ) from error
     length = len(encoder.encode_prompt(prompt))
     return Answer(text, ids, length, len(ids) - length)
+
+
+def find_too_long(
+    encoder: Encoder, prompts: Sequence[Any], completions: Sequence[Any] | None = None
+) -> dict[int, SDMError]:
+    """The prompts (with their completions, if given) that do not fit into the context, by position."""
+    too_long: dict[int, SDMError] = {}
+    for n, prompt in enumerate(prompts):
+        try:
+            ids = read_prompt(encoder, prompt, n)
+            if completions is not None:
+                read_completion(encoder, ids, completions[n], n)
+        except (PromptTooLong, CompletionTooLong) as error:
+            too_long[n] = error
+    return too_long
 
 
 def _is_message(value: Any) -> bool:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Unicode categories Cc, Cf, Cs, Zl and Zp, and letters and marks that are drawn as nothing.
+_HIDDEN = re.compile(
+    "[\\x00-\\x1f\\x7f-\\x9f\\xad\\u034f\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u0890\\u0891\\u08e2\\u115f\\u1160\\u17b4\\u17b5"
+    "\\u180b-\\u180f\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\uffa0\\ufff0-\\ufffb\\ud800-\\udfff"
+    "\\U000110bd\\U000110cd\\U00013430-\\U0001343f\\U0001bca0-\\U0001bca3\\U0001d173-\\U0001d17a\\U000e0000-\\U000e0fff]"
+)
 
 
 def decode(content: bytes, source: object) -> str:
@@ -14,6 +22,20 @@ def decode(content: bytes, source: object) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8.") from error
+
+
+def visible(text: str, keep: str = "\n\t") -> str:
+    """Text from outside, safe to show: characters that control a terminal or hide text become escapes like \\x1b.
+
+    These are the control characters (C0 except those in `keep`, DEL, C1), the invisible format characters (bidirectional
+    controls, zero-width and tag characters), line separators, blank fillers and halves of surrogate pairs.
+    """
+    return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def parse_json(text: str, source: object, line: int | None = None) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sdmlm.cli import common
 from sdmlm.cli.commands import generate
 from sdmlm.errors import BadPrompt
+from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +74,7 @@ def _answer(lm: Any, prompt: Any, args: argparse.Namespace, options: dict[str, A
     """Print an answer as it is written, then what the SDM layer says of it."""
 
     def write(_: int, piece: str) -> None:
-        out.print(piece, end="", markup=False, soft_wrap=True)
+        out.print(visible(piece), end="", markup=False, soft_wrap=True)
 
     streamed = options["search"] is None  # the answer of a search is known only at its end
     more = {"on_text": write} if streamed else {}
@@ -85,7 +86,7 @@ def _answer(lm: Any, prompt: Any, args: argparse.Namespace, options: dict[str, A
         write(0, v.text)
     out.print()
     tries = f", {v.tries} tries" if v.tries > 1 else ""
-    out.print(f"{v.verdict}, {generate.decision(v)}{tries}.", style=generate.colour(v), markup=False, end=" ")
+    out.print(f"{generate.decision(v)}{tries}.", style=generate.colour(v), markup=False, end=" ")
     out.print(v.reason, style="dim", markup=False, soft_wrap=True)
-    found: Verification = v
-    return found
+    answer: Verification = v
+    return answer

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
+from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,11 +111,11 @@ def _documents(title: str, documents: Sequence[Exemplar], names: Sequence[str]) 
     columns = ("id", "label", "predicted", "distance", *(["text"] if texts else []))
     table = common.rich_table(title, columns, left=("id", "label", "predicted", "text"))
     for x in documents:
-        cells = [str(x.id), _class_name(x.label, names), _class_name(x.prediction, names), f"{x.distance:.4g}"]
+        cells = [visible(str(x.id)), _class_name(x.label, names), _class_name(x.prediction, names), f"{x.distance:.4g}"]
         table.add_row(*map(Text, cells + ([_one_line(x.text or "")] if texts else [])))
     return table
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     return line if len(line) <= _TEXT_WIDTH else line[: _TEXT_WIDTH - 1] + "…"

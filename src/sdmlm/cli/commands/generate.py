@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.storage.text_files import decode, json_lines
+from sdmlm.storage.text_files import decode, json_lines, visible
 
 if TYPE_CHECKING:
+    from sdmlm.errors import SDMError
     from sdmlm.generation.language_model import SDMLanguageModel
     from sdmlm.generation.search import SearchPolicy
     from sdmlm.generation.verification import Verification
@@ -76,14 +77,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
-    """Generate, write, show."""
+def run(args: argparse.Namespace) -> int:
+    """Generate, write, show; prompts that are too long are listed, with exit status 1."""
+    from sdmlm.generation.prompts import find_too_long
+
     common.check_output_file(args.output, ".jsonl")
     rows = read_prompts(args.prompts)
     options = writing(args)
     lm = load(args)
-    found = lm.generate([row["prompt"] for row in rows], alpha=args.alpha, neighbors=args.neighbors, **options)
-    show(args, rows, found)
+    too_long = find_too_long(lm.encoder, [row["prompt"] for row in rows])
+    prompts = [row["prompt"] for n, row in enumerate(rows) if n not in too_long]
+    judged = lm.generate(prompts, alpha=args.alpha, neighbors=args.neighbors, **options)
+    return show(args, rows, judged, too_long)
 
 
 def writing(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,32 +169,60 @@ def name_of(source: str) -> str:
 # Out
 
 
-def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], found: Sequence[Verification]) -> None:
-    """Write and print answers; each JSON object begins with the fields of its row, except those that are ours."""
+def show(
+    args: argparse.Namespace,
+    rows: Sequence[dict[str, Any]],
+    judged: Sequence[Verification],
+    refused: Mapping[int, SDMError],
+) -> int:
+    """Write and print answers, then list the rows that were refused; the exit status.
+
+    Each JSON object begins with the fields of its row, except those that are ours. A refused row has `error` instead.
+    """
     from sdmlm.storage.artifacts import write_text_atomically
 
-    lines = [common.to_json({**row, **v.to_dict()}) for row, v in zip(rows, found, strict=True)]
+    answers = iter(judged)
+    by_row = [None if n in refused else next(answers) for n in range(len(rows))]
+    lines = [
+        common.to_json({**row, **({"verified": False, "error": str(refused[n])} if v is None else v.to_dict())})
+        for n, (row, v) in enumerate(zip(rows, by_row, strict=True))
+    ]
     if args.output:
         write_text_atomically(args.output, "".join(line + "\n" for line in lines))
-    if not all(v.calibrated for v in found):
+    if not all(v.calibrated for v in judged):
         common.warn("this search is not calibrated for this model, so answers may be accepted too easily.")
     if args.json:
         for line in lines:
             print(line)
-        return
+    else:
+        _show_answers(args, rows, by_row)
+    if refused:
+        common.warn(f"{len(refused)} of {len(rows)} rows were not judged:")
+        for error in refused.values():
+            common.warn(f"  {error}")
+    return 1 if refused else 0
+
+
+def _show_answers(
+    args: argparse.Namespace, rows: Sequence[dict[str, Any]], by_row: Sequence[Verification | None]
+) -> None:
+    """The first answers, and how many are verified."""
     out = common.console(args)
-    for n, (row, v) in enumerate(zip(rows[:_SHOWN], found, strict=False)):
-        _show_one(out, n, row["prompt"], v)
-    if len(found) > _SHOWN:
-        out.print(f"... and {len(found) - _SHOWN} more" + ("." if args.output else ": give --output to see all."))
-    accepted, verified = sum(v.accepted for v in found), sum(v.verified for v in found)
-    share = common.percent(verified, len(found))
-    word = found[0].yes
-    out.print(
-        f'{verified} of {len(found)} answers ({share}) are verified: accepted as "{word}" at alpha {found[0].alpha:g}. '
-        f"{accepted - verified} are accepted as wrong, {len(found) - accepted} rejected.",
-        markup=False,
-    )
+    for n, (row, v) in enumerate(zip(rows[:_SHOWN], by_row, strict=False)):
+        if v is not None:
+            _show_one(out, n, row["prompt"], v)
+    if len(rows) > _SHOWN:
+        out.print(f"... and {len(rows) - _SHOWN} more" + ("." if args.output else ": give --output to see all."))
+    judged = [v for v in by_row if v is not None]
+    accepted, verified = sum(v.accepted for v in judged), sum(v.verified for v in judged)
+    if judged:
+        share = common.percent(verified, len(judged))
+        out.print(
+            f'{verified} of {len(judged)} answers ({share}) are verified: judged "{judged[0].yes}" in the '
+            f"high-reliability region at alpha {judged[0].alpha:g}. {accepted - verified} are judged wrong there. "
+            f"{len(judged) - accepted} are not verified: a person should look.",
+            markup=False,
+        )
     if args.output:
         out.print(f"Written: {args.output}.", markup=False)
 
@@ -200,17 +233,22 @@ def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:
     from rich.text import Text
 
     asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    out.print(Text.assemble(f"{n}  ", (f"{v.verdict}, {decision(v)}", colour(v))))
+    out.print(Text.assemble(f"{n}  ", (decision(v), colour(v))))
     asked, answer = (text.strip() if len(text) <= 300 else text[:300].strip() + "..." for text in (asked, v.text))
     for name, text in (("asked:  ", asked), ("answer: ", answer), ("why:    ", v.reason)):
-        out.print(Padding(Text.assemble((name, "dim"), text), (0, 0, 0, 3)))
+        out.print(Padding(Text.assemble((name, "dim"), visible(text)), (0, 0, 0, 3)))
 
 
 def decision(v: Verification) -> str:
-    """One or three words."""
-    return "accepted" if v.accepted else "out of distribution" if v.out_of_distribution else "rejected"
+    """What to do with an answer, and the verdict."""
+    if v.verified:
+        return f"Verified (verdict {v.verdict})"
+    if v.accepted:
+        return f"Judged wrong (verdict {v.verdict})"
+    where = ", out of distribution" if v.out_of_distribution else ""
+    return f"Not verified{where}: a person should look (verdict {v.verdict})"
 
 
 def colour(v: Verification) -> str:
-    """Green for what may be used, red for what is accepted as wrong, yellow for what a person has to look at."""
+    """Green for what may be used, red for what is judged wrong, yellow for what a person should look at."""
     return "green" if v.verified else "red" if v.accepted else "yellow"

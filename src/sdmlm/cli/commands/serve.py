@@ -101,7 +101,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         host=args.host,
         port=args.port,
-        api_key=args.api_key if args.api_key is not None else os.environ.get("SDMLM_API_KEY") or None,
+        api_key=args.api_key if args.api_key is not None else key_of_environment(),
         max_batch=args.max_batch,
         max_queue=args.max_queue,
         max_concurrent=args.max_concurrent,
@@ -110,6 +110,14 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         timeout=args.timeout,
         upstream=upstream,
     )
+
+
+def key_of_environment() -> str | None:
+    """$SDMLM_API_KEY; one that is set but empty is refused, because it looks like a key and protects nothing."""
+    key = os.environ.get("SDMLM_API_KEY")
+    if key is not None and not key.strip():
+        raise ValueError("SDMLM_API_KEY is set but empty: give it a key, or unset it to serve without one.")
+    return key
 
 
 def require_server() -> None:

@@ -26,13 +26,17 @@ def add(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Judge, write, show."""
+def run(args: argparse.Namespace) -> int:
+    """Judge, write, show; answers that are too long are listed, with exit status 1."""
+    from sdmlm.generation.prompts import find_too_long
+
     common.check_output_file(args.output, ".jsonl")
     if args.data != "-" and not args.data.endswith(".jsonl"):
         raise ValueError(f"{args.data} is of an unknown kind: answers are read from .jsonl files, or from -.")
     rows = generate.parse_objects(generate.read_text(args.data), args.data, ("prompt", "completion"))
     lm = generate.load(args)
     prompts, completions = ([row[name] for row in rows] for name in ("prompt", "completion"))
-    found = lm.verify(prompts, completions, alpha=args.alpha, neighbors=args.neighbors)
-    generate.show(args, rows, found)
+    too_long = find_too_long(lm.encoder, prompts, completions)
+    prompts, completions = ([v for n, v in enumerate(values) if n not in too_long] for values in (prompts, completions))
+    judged = lm.verify(prompts, completions, alpha=args.alpha, neighbors=args.neighbors)
+    return generate.show(args, rows, judged, too_long)
