@@ -74,7 +74,7 @@ def test_the_wheel_works_away_from_the_source_tree(installed: Path, tmp_path: Pa
     assert "accepted" in run([installed / "sdmlm", "demo", "--digits", "--output", "digits"], tmp_path).lower()
     # The base model, the tasks and the language-model half; the whole `demo --fast` takes minutes and runs in the wheel job
     # of .github/workflows, in an environment that is empty before.
-    sizes = ["--train", "8", "--calibration", "8", "--test", "2", "--shifted", "2"]
+    sizes = ["--train", "32", "--calibration", "32", "--test", "2", "--shifted", "2"]
     run([installed / "sdmlm", "data", "word-ordering", "--sentences", "demo", "--output", "rows", *sizes], tmp_path)
     rows = ["--data", "rows/train.jsonl", "--calibration", "rows/calibration.jsonl"]
     train = [installed / "sdmlm", "train", "--model", "demo", *rows, "--output", "lm", "--use-cpu", "--dry-run"]

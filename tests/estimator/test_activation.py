@@ -52,7 +52,7 @@ def test_loss_matches_the_definition(row, pick):
     z, q, d = row
     z = [v / 4 for v in z]  # keeps the plain powers from underflowing in the slow version
     y = pick % len(z)
-    assert float(sdm_loss(*one(z, q, d), torch.tensor([y]))) == pytest.approx(
+    assert float(sdm_loss(*one(z, q, d), torch.tensor([y]))) == pytest.approx(  # type: ignore[call-arg]
         slow.loss(z, q, d, y), rel=1e-9, abs=1e-12
     )
 

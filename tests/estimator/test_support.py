@@ -59,7 +59,7 @@ def test_autocast_of_the_caller_changes_nothing():
     vectors, labels, predictions, queries, guesses = problem(rng, n=4000, m=64, n_queries=500)
     support = SupportSet(vectors, labels, predictions)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = SupportSet.query.__wrapped__(support, queries, guesses)
+        rounded = SupportSet.query.__wrapped__(support, queries, guesses)  # type: ignore[attr-defined]
     assert not torch.equal(rounded.q, support.query(queries, guesses).q)  # so that it could be seen
     plain, near = support.query(queries, guesses), support.neighbors(queries, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
