@@ -115,7 +115,7 @@ def attacks(lm: SDMLanguageModel, rows: Rows, tails: int) -> dict[str, list[list
 
 def measure(lm: SDMLanguageModel, rows: Rows, tails: int = 4, alpha: float | None = None) -> list[Result]:
     """The table, one line for each kind of answer; the model's own answers come first."""
-    reward = reward_as_fitted(None, lm.facts)
+    reward = reward_as_fitted(None, lm.metadata)
     own = lm.generate([row["prompt"] for row in rows], neighbors=0, alpha=alpha, progress=False)
     kinds = {"the model's own answers": [[v.text] for v in own]} | attacks(lm, rows, tails)
     results = []
