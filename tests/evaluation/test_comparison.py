@@ -151,3 +151,35 @@ def test_bad_tests_are_named_before_anything_is_fitted(monkeypatch: pytest.Monke
         compare(dataclasses.replace(FIT, y=None), TESTS)
     with pytest.raises(ValueError, match="alpha"):
         compare(FIT, TESTS, alpha=0.3)
+
+
+def test_scores_have_a_line_for_every_estimator_and_rival(comparison: EstimatorComparison) -> None:
+    rivals = ["logistic regression", "temperature", "Platt", "isotonic", "k-NN distance", "Mahalanobis"]
+    keys = [(row.dataset, row.model, row.estimator) for row in comparison.scores.rows]
+    assert [key for key in keys if "logistic" not in key[1]] == list(comparison.decisions)
+    assert [key[2] for key in keys if key[:2] == ("same", "tiny+logistic regression")] == [
+        *rivals,
+        "relative Mahalanobis",
+    ]
+    for row in comparison.scores.rows:
+        if (key := (row.dataset, row.model, row.estimator)) in comparison.decisions:
+            predictions, accepted = comparison.decisions[key]
+            assert (row.accepted == accepted).all()
+            assert (row.correct == (predictions == TESTS[row.dataset].y)).all()
+            assert row.measures["coverage"] == accepted.mean()
+        if row.estimator in (
+            "softmax",
+            "temperature",
+            "SDM",
+            "softmax(d z')",
+        ):  # their rule is a threshold on the score
+            assert (row.accepted == (row.scores >= 0.9)).all()
+        if row.estimator == "APS":  # one class in the set: the second one has a score above the threshold
+            assert (row.scores[row.accepted].min(initial=2)) > row.scores[~row.accepted].min(initial=-1)
+    same = {row.estimator: row for row in comparison.scores.rows if row.dataset == "same"}
+    assert same["SDM HR"].measures["auroc"] > 0.5
+    plain = json.loads(json.dumps(comparison.scores.json(), allow_nan=False))
+    assert {"accuracy", "coverage", "accuracy_accepted", "auroc", "aurc", "prr", "coverage_at_0.95"} <= set(plain[0])
+    assert len(comparison.scores.csv().splitlines()) == len(keys) + 1
+    assert comparison.scores.markdown().count("\n") == len(keys) + 2
+    assert comparison.scores.latex().count(r"\midrule") == 2

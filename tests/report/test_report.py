@@ -13,6 +13,7 @@ import pytest
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.evaluation.metrics import selective_metrics
+from sdmlm.evaluation.score_table import ScoredPoints
 from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 from sdmlm.report import Example, plots, write_report
 
@@ -247,3 +248,19 @@ def test_scatter_of_many_points_is_a_sample(estimator: SDMEstimator) -> None:
     with matplotlib.rc_context(plots.STYLE):
         (axes,) = plots.similarity_distance(estimator.region_, view).axes
     assert sum(len(line.get_xdata()) for line in axes.get_lines() if line.get_marker() == "o") == plots.MOST_POINTS
+
+
+def test_risk_coverage_shows_every_curve_and_the_rule_of_each_estimator() -> None:
+    correct = np.array([True, False, True, True])
+    scores = np.array([4.0, 3.0, 2.0, 1.0])
+    good = ScoredPoints("d", "m", "one", scores, scores > 1.5, correct)
+    none = ScoredPoints("d", "m", "other", -scores, np.zeros(4, bool), correct)
+    (axes,) = plots.risk_coverage([good, none], alpha=0.9).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    first, second = (name for name in lines if "AURC" in name)
+    assert first == f"one (AURC {np.mean([0, 1 / 2, 1 / 3, 1 / 4]):.3f})"
+    assert lines[first].get_xdata().tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert lines[first].get_ydata().tolist() == pytest.approx([0, 1 / 2, 1 / 3, 1 / 4])
+    assert second.startswith("other")
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [(float(d.get_xdata()[0]), float(d.get_ydata()[0])) for d in dots] == [(0.75, pytest.approx(1 / 3))]

@@ -21,12 +21,11 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from sdmlm.cli import common
-from sdmlm.cli.commands.compare import output_files, write_tables
 from sdmlm.demo.one_thread import one_thread
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.explain import Explanation
-from sdmlm.evaluation.comparison import EstimatorComparison, compare
+from sdmlm.evaluation.comparison import EstimatorComparison, compare, write_comparison
 from sdmlm.report import Example, write_report
 
 ALPHA, SEED = 0.95, 0
@@ -51,7 +50,8 @@ READING = (
 
 def run_demo(folder: str, fast: bool, out: Console) -> EstimatorComparison:
     """Fit, compare, explain; write tables, report, estimator and the test sets into `folder`."""
-    files = output_files(folder)
+    report = Path(folder) / "report.html"
+    common.check_output_file(str(report))
     saved = str(Path(folder) / "estimator")
     common.check_output_folder(saved, force=True)
     began = time.perf_counter()
@@ -59,27 +59,36 @@ def run_demo(folder: str, fast: bool, out: Console) -> EstimatorComparison:
     m = len(next(iter(tests.values())))
     out.print(INTRO.format(n=len(fit), m=m, alpha=ALPHA), style="italic")
     with one_thread():
-        found = compare(fit, tests, ALPHA, "digits", 1000, SEED, True, **(FAST if fast else FULL))
-    out.print(found.table.rich())
+        compared = compare(fit, tests, ALPHA, "digits", 1000, SEED, True, **(FAST if fast else FULL))
+    out.print(compared.table.rich())
+    out.print(compared.scores.rich())
     out.print(READING, style="italic")
     out.print()
-    for line in verdict(found, tests):
+    for line in verdict(compared, tests):
         out.print(line)
-    examples = _examples(found.estimator, tests)
+    examples = _examples(compared.estimator, tests)
     for example in examples:
         _show(out, example)
-    write_tables(files, found.table)
+    write_comparison(folder, compared)
     first = next(iter(tests))
-    tables = [(f"The same {m} digits in four versions", found.table)]
-    title = "SDM estimator demo: handwritten digits"
-    write_report(files["html"], found.estimator, tests[first], None, tables, examples, title, fit.class_names)
-    found.estimator.save_pretrained(saved)
+    tables = [(f"The same {m} digits in four versions", compared.table)]
+    write_report(
+        report,
+        compared.estimator,
+        tests[first],
+        tables=tables,
+        compared=compared.scores,
+        examples=examples,
+        title="SDM estimator demo: handwritten digits",
+        class_names=fit.class_names,
+    )
+    compared.estimator.save_pretrained(saved)
     for name, data in tests.items():
         _save(Path(folder) / f"{name}.npz", data)
-    out.print(f"\n{time.perf_counter() - began:.0f} s. Open {files['html']} for plots. Try next:", markup=False)
+    out.print(f"\n{time.perf_counter() - began:.0f} s. Open {report} for plots. Try next:", markup=False)
     out.print(f"  sdmlm score {saved} {Path(folder) / 'shifted.npz'}", markup=False, soft_wrap=True)
     out.print(f"  sdmlm explain {saved} {Path(folder) / 'rotated.npz'} --rows 0-2", markup=False, soft_wrap=True)
-    return found
+    return compared
 
 
 def digits() -> tuple[Embeddings, dict[str, Embeddings]]:
@@ -111,10 +120,10 @@ def art(image: NDArray[Any]) -> str:
     return "\n".join("".join(_SHADES[v] * 2 for v in line).rstrip() for line in levels)
 
 
-def verdict(found: EstimatorComparison, tests: dict[str, Embeddings]) -> list[str]:
+def verdict(compared: EstimatorComparison, tests: dict[str, Embeddings]) -> list[str]:
     """What the numbers of "SDM HR" say, whichever way they went."""
     lines = []
-    for row in found.table.rows:
+    for row in compared.table.rows:
         if row.estimator != "SDM HR":
             continue
         cell, n = row.metrics.marginal, len(tests[row.dataset])
@@ -142,9 +151,9 @@ def _examples(estimator: SDMEstimator, tests: dict[str, Embeddings]) -> list[Exa
         for what, mask in kinds.items():
             if mask.any():
                 i = int(np.argmax(mask))
-                (found,) = estimator.explain(data.X[i : i + 1], _K)
+                (explanation,) = estimator.explain(data.X[i : i + 1], _K)
                 title = f"The first {what} of the {name} digits ({data.ids[i]}, a {data.labels(name)[i]})"
-                examples.append(Example(title, (data.texts or [])[i], found))
+                examples.append(Example(title, (data.texts or [])[i], explanation))
     return examples
 
 

@@ -6,8 +6,10 @@ every baseline is calibrated on its calibration half. The test sets are only use
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from sdmlm.evaluation.embedding_baselines import EmbeddingBaseline, embedding_ba
 from sdmlm.evaluation.metrics import selective_metrics
 from sdmlm.evaluation.score_table import ScoredPoints, ScoreTable
 from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
+from sdmlm.storage.artifacts import write_text_atomically
 
 Named = Mapping[str, LogitBaseline | SDMBaseline | EmbeddingBaseline]  # by the name in the table
 
@@ -123,6 +126,21 @@ def compare(
                 metrics = selective_metrics(labels, *decided, n_classes, bootstrap, seed)
                 rows.append(SelectiveRow(dataset, model, name, metrics))
     return EstimatorComparison(SelectiveTable(rows, alpha, names), ScoreTable(scored, alpha), estimator, decisions)
+
+
+def write_comparison(folder: str | Path, comparison: EstimatorComparison) -> list[Path]:
+    """Both tables as tables.json, .tex and .md; tables.csv has the table by class, every number of it."""
+    content = {**comparison.table.json(), "scores": comparison.scores.json()}
+    texts = {
+        "csv": comparison.table.csv(),
+        "json": json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        "tex": comparison.table.latex() + "\n" + comparison.scores.latex(),
+        "md": comparison.table.markdown() + "\n" + comparison.scores.markdown(),
+    }
+    paths = [Path(folder) / f"tables.{kind}" for kind in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        write_text_atomically(path, text)
+    return paths
 
 
 def _over_logits(logits: ArrayLike, y: NDArray[np.int64], alpha: float, seed: int) -> dict[str, LogitBaseline]:

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from sdmlm.estimator.explain import Exemplar, Explanation
     from sdmlm.estimator.region import HighReliabilityRegion
     from sdmlm.estimator.scores import Scores
+    from sdmlm.evaluation.score_table import ScoredPoints, ScoreTable
     from sdmlm.evaluation.selective_table import SelectiveTable
     from sdmlm.report.plots import View
-
-_FEW = 4  # classes that a comparison table shows one by one
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,20 @@ def write_report(
     class_names: Sequence[str] | None = None,
     more: Sequence[tuple[str, str]] = (),
     region: HighReliabilityRegion | None = None,
+    first: Sequence[tuple[str, str]] = (),
+    compared: ScoreTable | None = None,
 ) -> None:
-    """Write the report about `data` (default: the calibration points) to `path`, in one step.
+    """Write the report about `data` (default: the calibration points) to `path`, atomically.
 
-    `scores` are those of `data` where they are at hand, and `region` is what decided them where it is not the estimator's; `tables` come with a caption each; `more` are further sections, as
-    (title, HTML).
+    Parameters
+    ----------
+    scores : those of `data`, if they are known already.
+    tables : (caption, table) of selective classification.
+    examples : points to show with their explanations.
+    more : sections at the end, as (title, HTML).
+    region : the region that decided `scores`, if it is not the estimator's own.
+    first : sections before everything else, likewise.
+    compared : all estimators on the same points, for a risk-coverage plot and a table of measures.
     """
     names = [str(c) for c in (class_names or estimator.classes_)]
     region = region or estimator.region_
@@ -62,12 +70,14 @@ def write_report(
     shown = None if data is None else view
     with matplotlib.rc_context(plots.STYLE):
         sections = [
+            *(page.section(*section) for section in first),
             _headline(estimator, region, view, what, names),
             page.section("Similarity and Distance", _similarity_distance(region, view, what)),
             page.section("What the thresholds rest on", _distributions(estimator, shown, names)),
             page.section("Other values of alpha", _against_alpha(estimator, view, what)),
             page.section("Reliability of the outputs", _reliability(view, what)) if view.labels is not None else "",
             page.section("Training", _history(estimator)),
+            page.section("All estimators by their scores", _compared(compared)) if compared is not None else "",
             page.section("Comparison", "".join(page.comparison(*entry) for entry in tables)) if tables else "",
             page.section("Examples", "".join(_example(e, names) for e in examples)) if examples else "",
             *(page.section(*section) for section in more),
@@ -105,8 +115,8 @@ def _headline(
         ["accepted", f"{accepted} ({page.share(accepted, n)})"],
         ["rejected", f"{n - accepted - strange} ({page.share(n - accepted - strange, n)})"],
         ["out of distribution (q = 0)", f"{strange} ({page.share(strange, n)})"],
-        ["support vectors", str(len(estimator.layers_[0].support))],
-        ["calibration points", str(len(estimator.layers_[0].calibration.labels))],
+        ["support vectors", str(len(estimator.support_ids_))],
+        ["calibration points", str(len(estimator.calibration_.labels))],
         ["balanced calibration loss", page.number(estimator.loss_)],
     ]
     body = f"<p class='lead'>{page.text(says)}</p>" + page.table("In numbers", None, facts)
@@ -195,6 +205,29 @@ def _reliability(view: View, what: str) -> str:
         "Similarity and Distance."
     )
     return page.figure("rel", plots.reliability(view), "Reliability diagram of the SDM output and of softmax", caption)
+
+
+def _compared(table: ScoreTable) -> str:
+    """A risk-coverage plot for each data set, then all measures."""
+    caption = (
+        "If the points with the highest scores are accepted: the share of errors among them (risk) against the share "
+        "accepted (coverage), for each estimator. Lower is better. AURC is the mean height of a line. A dot is what the "
+        "estimator's own rule accepts; the dotted line is the risk that alpha allows, 1 - alpha. Of the LM's and the "
+        "adaptor's scores only temperature scaling is drawn."
+    )
+    parts = []
+    for n, dataset in enumerate(dict.fromkeys(row.dataset for row in table.rows)):
+        rows = [row for row in table.rows if row.dataset == dataset and not _redundant(row)]
+        drawn = plots.risk_coverage(rows, table.alpha)
+        parts.append(page.figure(f"risk{n}", drawn, f"Risk against coverage on {dataset}", f"{dataset}. {caption}"))
+    return "".join(parts) + page.scores("All estimators on the same points", table)
+
+
+def _redundant(row: ScoredPoints) -> bool:
+    """Whether another line of the plot shows the same ranking, or nearly so."""
+    return row.estimator in ("no-reject", "softmax", "APS", "RAPS", "SDM HR lower") or (
+        row.estimator == "temperature" and row.model.endswith("logistic regression")
+    )
 
 
 def _history(estimator: SDMEstimator) -> str:

@@ -16,14 +16,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sdmlm import __version__
+from sdmlm.evaluation import score_table
+from sdmlm.evaluation.selective_table import MANY_CLASSES, worst_cell
 from sdmlm.report import plots
 from sdmlm.storage.artifacts import write_text_atomically
 
 if TYPE_CHECKING:
     from sdmlm.evaluation.metrics import Cell
+    from sdmlm.evaluation.score_table import ScoreTable
     from sdmlm.evaluation.selective_table import SelectiveTable
-
-_FEW = 4  # classes that a comparison table shows one by one
 
 
 def write_page(path: str | Path, title: str, sections: Sequence[str]) -> None:
@@ -91,24 +92,28 @@ def number(value: float) -> str:
 
 def comparison(caption: str, compared: SelectiveTable) -> str:
     """Accuracy among the admitted and their share, by class while there are few of them, else of the worst class."""
-    few = len(compared.class_names) <= _FEW
+    few = len(compared.class_names) <= MANY_CLASSES
     groups = [f"{kind} {name}" for kind in ("true", "predicted") for name in compared.class_names]
     head = ["dataset", "model", "estimator", *(groups if few else ["worst true class", "worst predicted class"]), "all"]
     rows = []
     for row in compared.rows:
         m = row.metrics
         sides = m.class_conditional, m.prediction_conditional
-        cells = [cell for side in sides for cell in (side if few else [_worst(side)])]
+        cells = [cell for side in sides for cell in (side if few else [worst_cell(side)])]
         rows.append([row.dataset, row.model, row.estimator, *(_cell(c, compared.alpha) for c in (*cells, m.marginal))])
+    several = " (over several seeds: pooled, and the range over the seeds)" if compared.seeds > 1 else ""
     note = (
-        f" Accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){' (over several seeds: pooled, and the range over the seeds)' * (compared.seeds > 1)}, then their "
-        f"share of all points; ▼ is below alpha = {compared.alpha:g}."
+        f" Each cell: accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){several}, then in "
+        f"brackets their share of all points; ▼ is below alpha = {compared.alpha:g}. true: points of this class; "
+        "predicted: points predicted as this class."
     )
     return table(caption + "." + note, head, rows)
 
 
-def _worst(cells: Sequence[Cell]) -> Cell:
-    return min(cells, key=lambda cell: 2.0 if cell.accuracy is None else cell.accuracy)
+def scores(caption: str, compared: ScoreTable) -> str:
+    """One line per estimator with its main measures."""
+    rows = [[row.dataset, row.model, row.estimator, *compared.cells(row)] for row in compared.rows]
+    return table(f"{caption}. {score_table.CAPTION}", ["dataset", "model", "estimator", *compared.heads], rows)
 
 
 def _cell(cell: Cell, alpha: float) -> str:

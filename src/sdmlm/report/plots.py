@@ -17,11 +17,14 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
 from sdmlm.estimator.layer import ALPHA_GRID, activate
+from sdmlm.estimator.region import membership
+from sdmlm.evaluation import metrics
 
 if TYPE_CHECKING:
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.estimator.region import HighReliabilityRegion
     from sdmlm.estimator.scores import Scores
+    from sdmlm.evaluation.score_table import ScoredPoints
 
 INK = "#010203"
 BLUE, ORANGE, GREEN = "#2f8fd8", "#e8702a", "#2fa866"  # told apart by most colour-blind readers, on white and on black
@@ -79,7 +82,7 @@ class View:
 
 def calibration_view(estimator: SDMEstimator) -> View:
     """The calibration points of the best round."""
-    ca = estimator.layers_[0].calibration
+    ca = estimator.calibration_
     accepted = estimator.region_.contains(ca.q_prime, ca.p, ca.predictions)
     tensors = (ca.labels, ca.predictions, ca.z, ca.p, ca.q, ca.d, ca.d_nearest, ca.q_prime, accepted)
     return View(*(t.numpy() for t in tensors))
@@ -145,13 +148,13 @@ def distributions(estimator: SDMEstimator, view: View | None, class_names: Seque
     """Left: eCDFs of d_nearest by class; right: of the SDM output at the true class, with alpha and psi."""
     figure = Figure(figsize=(9.2, 4.3), layout="constrained")
     left, right = figure.subplots(1, 2)
-    layer, region = estimator.layers_[0], estimator.region_
-    ca = layer.calibration
+    ca, region = estimator.calibration_, estimator.region_
+    known = (ca.q > 0).numpy()
     labels, outputs = ca.labels.numpy(), ca.p.gather(1, ca.labels[:, None])[:, 0].numpy()
     beyond = ca.q_prime.numpy() >= region.q_min
     for i, c in enumerate(shown_classes(estimator)):
         style = {"color": PALETTE[i], "linestyle": ("-", "--", "-.", ":")[i % 4], "linewidth": 1.6}
-        _ecdf(left, layer.cdf.values[c], label=plain(class_names[c]), **style)
+        _ecdf(left, ca.d_nearest.numpy()[(labels == c) & known], label=plain(class_names[c]), **style)
         own = outputs[(labels == c) & beyond]
         _ecdf(right, _inside(own), **style)
         if np.isfinite(region.psi[c]):
@@ -191,7 +194,7 @@ def _inside(values: Any) -> Any:
 
 def shown_classes(estimator: SDMEstimator) -> list[int]:
     """The classes with the most calibration points, no more than can be told apart, in their own order."""
-    counts = np.bincount(estimator.layers_[0].calibration.labels.numpy(), minlength=len(estimator.classes_))
+    counts = np.bincount(estimator.calibration_.labels.numpy(), minlength=len(estimator.classes_))
     return sorted(np.argsort(-counts, kind="stable")[:MOST_CLASSES].tolist())
 
 
@@ -205,8 +208,8 @@ def _ecdf(axes: Any, values: NDArray[np.float64], **style: Any) -> None:
 
 def against_alpha(estimator: SDMEstimator, view: View) -> Figure:
     """Left: the admitted share against alpha; right: accuracy among the admitted, overall and of the worst class."""
-    layer, alphas = estimator.layers_[0], np.array(ALPHA_GRID)
-    accepted = layer.accepted_at(view.q_prime, view.p, view.predictions, ALPHA_GRID)
+    alphas = np.array(ALPHA_GRID)
+    accepted = membership([estimator.region(a) for a in ALPHA_GRID], view.q_prime, view.p, view.predictions)
     figure = Figure(figsize=(9.2, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(alphas, accepted.mean(axis=0), color=BLUE, linewidth=1.8)
@@ -292,6 +295,31 @@ def reliability(view: View) -> Figure:
     below.set(xlabel="Output at the predicted class", ylabel="Points")
     for each in (axes, below):
         each.yaxis.set_major_formatter(PercentFormatter(1.0))
+    return figure
+
+
+def risk_coverage(points: Sequence[ScoredPoints], alpha: float) -> Figure:
+    """The share of errors among the accepted against the share accepted, one line per estimator; a dot is its own rule."""
+    figure = Figure(figsize=(9.2, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    for i, one in enumerate(points):
+        coverage, risk = metrics.risk_coverage(one.scores, one.correct)
+        some = np.unique(np.linspace(0, len(risk) - 1, _MOST_STEPS).astype(int))
+        style: dict[str, Any] = {
+            "color": PALETTE[i % len(PALETTE)],
+            "linestyle": ("-", "--", "-.", ":")[i // len(PALETTE) % 4],
+        }
+        aurc = one.measures["aurc"]
+        axes.plot(coverage[some], risk[some], linewidth=1.5, label=f"{plain(one.estimator)} (AURC {aurc:.3f})", **style)
+        if one.accepted.any():
+            errors = 1.0 - one.correct[one.accepted].mean()
+            axes.plot(one.accepted.mean(), errors, marker="o", markersize=6, color=style["color"])
+    axes.axhline(1.0 - alpha, color=INK, linewidth=1.0, linestyle=":")
+    axes.set(xlabel="Coverage (share accepted)", ylabel="Risk (share of errors among the accepted)")
+    axes.set_xlim(-0.02, 1.02)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(loc="outside right center")
     return figure
 
 

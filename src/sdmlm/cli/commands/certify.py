@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         estimator.recalibrate(args.alpha)
     data = read_embeddings(args.embeddings, names)
     y = common.labels_of(data, args.embeddings)
-    known = {*estimator.layers_[0].support_ids, *estimator.layers_[0].calibration_ids}
+    known = {*estimator.support_ids_, *estimator.calibration_ids_}
     shared = sum(isinstance(i, str) and i in known for i in data.ids)
     if shared:  # numbers say nothing: every file may count from 0
         common.warn(f"{args.embeddings} shares {shared} ids with the fitted points; a certificate needs fresh ones.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from sdmlm.cli import common
 
 if TYPE_CHECKING:
     from sdmlm.estimator.embedding_files import Embeddings
-    from sdmlm.evaluation.selective_table import SelectiveTable
 
 EXAMPLES = """\
   sdmlm compare all.npz --output runs/compare
@@ -23,7 +21,7 @@ EXAMPLES = """\
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    help = "compare the SDM estimator with softmax, temperature scaling, APS and RAPS on one file"
+    help = "compare the SDM estimator with its rivals on the same points"
     parser = common.add_command(subparsers, "compare", help, EXAMPLES)
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP + "; to fit on")
     parser.add_argument(
@@ -42,10 +40,11 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Compare, write, show."""
     from sdmlm.estimator.embedding_files import read_embeddings
-    from sdmlm.evaluation.comparison import compare
+    from sdmlm.evaluation.comparison import compare, write_comparison
     from sdmlm.report import write_report
 
-    files = output_files(args.output)
+    report = Path(args.output) / "report.html"
+    common.check_output_file(str(report))
     data = read_embeddings(args.embeddings)
     common.labels_to_fit(data, args.embeddings)
     if args.test:
@@ -60,37 +59,25 @@ def run(args: argparse.Namespace) -> None:
     files_of_data = [data, *tests.values()]
     if any(f.logits is not None for f in files_of_data) and any(f.logits is None for f in files_of_data):
         common.warn("some files have the LM's logits and some do not, so its own rows are left out.")
-    found = compare(data, tests, args.alpha, args.name, args.bootstrap, parameters.pop("seed"), True, **parameters)
-    write_tables(files, found.table)
+    compared = compare(data, tests, args.alpha, args.name, args.bootstrap, parameters.pop("seed"), True, **parameters)
+    written = [*write_comparison(args.output, compared), report]
     first = next(iter(tests))
-    title = f"SDM and others on {first}, fitted on {args.embeddings}"
-    tables = [("All estimators on the same points", found.table)]
-    write_report(files["html"], found.estimator, tests[first], tables=tables, title=title, class_names=data.class_names)
+    write_report(
+        report,
+        compared.estimator,
+        tests[first],
+        tables=[("All estimators on the same points", compared.table)],
+        compared=compared.scores,
+        title=f"SDM and its rivals on {first}, fitted on {args.embeddings}",
+        class_names=data.class_names,
+    )
     if args.json:
-        common.print_json({"output": args.output, **found.table.json()})
+        common.print_json({"output": args.output, **compared.table.json(), "scores": compared.scores.json()})
     else:
         out = common.console(args)
-        out.print(found.table.rich())
-        out.print(f"Written to {args.output}: {', '.join(path.name for path in files.values())}.", markup=False)
-
-
-def output_files(folder: str) -> dict[str, Path]:
-    """The files of a comparison, all of which can be written."""
-    files = {kind: Path(folder) / f"tables.{kind}" for kind in ("csv", "json", "tex", "md")}
-    files["html"] = Path(folder) / "report.html"
-    for path in files.values():
-        common.check_output_file(str(path))
-    return files
-
-
-def write_tables(files: dict[str, Path], table: SelectiveTable) -> None:
-    """The table as CSV, JSON, LaTeX and Markdown."""
-    from sdmlm.storage.artifacts import write_text_atomically
-
-    write_text_atomically(files["csv"], table.csv())
-    write_text_atomically(files["json"], json.dumps(table.json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    write_text_atomically(files["tex"], table.latex())
-    write_text_atomically(files["md"], table.markdown())
+        out.print(compared.table.rich())
+        out.print(compared.scores.rich())
+        out.print(f"Written to {args.output}: {', '.join(path.name for path in written)}.", markup=False)
 
 
 def take(data: Embeddings, rows: Iterable[int]) -> Embeddings:

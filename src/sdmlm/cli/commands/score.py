@@ -96,7 +96,7 @@ def decision_rows(estimator: SDMEstimator, data: Embeddings, scores: Scores, nam
     """One flat dictionary per row, with names for classes and ids for documents; outputs by class come last."""
     from sdmlm.estimator.explain import decisions
 
-    ids = estimator.layers_[0].support_ids
+    ids = estimator.support_ids_
     decided = decisions(scores.q, scores.accepted).tolist()
     rows = []
     for i, row in enumerate(scores.rows()):
