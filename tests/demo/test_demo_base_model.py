@@ -15,19 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sdmlm.demo import base_model
-from sdmlm.demo.base_model import (
-    FOLDER,
-    LOG,
-    MIX,
-    WORDS,
-    Settings,
-    batch_of,
-    document,
-    learning_rate,
-    source_sha256,
-    train,
-)
+from sdmlm.demo import base_documents, base_model
+from sdmlm.demo.base_documents import MIX, WORDS, document
+from sdmlm.demo.base_model import FOLDER, LOG, Settings, batch_of, learning_rate, source_sha256, train
 from sdmlm.demo.sentences import sentences
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.tasks.word_ordering import make_splits
@@ -42,7 +32,7 @@ def tokenizer() -> Any:
     return base_model.train_tokenizer(TINY)
 
 
-def bodies(d: base_model.Document) -> tuple[list[str], list[str]]:
+def bodies(d: base_documents.BaseDocument) -> tuple[list[str], list[str]]:
     """(words between quotation marks in the prompt, words of the answer without tags)."""
     parts = (d.prompt or "").replace("'s ", "\0 ").replace("'s.", "\0.").replace("'s,", "\0,").replace("'s'", "\0'")
     given = " ".join(parts.split("'")[1::2]).replace("\0", "'s").split()
@@ -56,27 +46,27 @@ def test_no_instruction_reorders_words() -> None:
         for _ in range(300):
             d = make(rng)
             quoted, answered = bodies(d)
-            if make is base_model.plain:
+            if make is base_documents.plain:
                 assert d.prompt is None
-            elif make is base_model.judge_sentence:
+            elif make is base_documents.judge_sentence:
                 assert answered in (["Yes"], ["No"])
                 assert d.count_prompt == (answered == ["Yes"])
-            elif make is base_model.continue_sentence:
+            elif make is base_documents.continue_sentence:
                 assert quoted
                 assert answered
-            elif make is base_model.mark_wrong:
+            elif make is base_documents.mark_wrong:
                 assert quoted == []
                 assert d.wrong <= set(range(len(answered)))
-            elif make is base_model.leave_out:
+            elif make is base_documents.leave_out:
                 *words, gone = quoted
                 assert words.count(gone) == 1
                 assert answered == [word for word in words if word != gone]
-            elif make is base_model.say_missing:
+            elif make is base_documents.say_missing:
                 text = (d.prompt or "").replace("'s ", "\0 ").replace("'s'", "\0'")
                 words, said = (part.replace("\0", "'s").split() for part in text.split("'")[1::2])
                 assert 0 < len(answered) < len(words)
                 assert answered == [word for word in words if word not in said]
-            elif make is base_model.choose_word:
+            elif make is base_documents.choose_word:
                 assert quoted[:-3] == answered[:-1]
                 assert answered[-1] in quoted[-3:]
             else:
@@ -89,9 +79,13 @@ def test_no_instruction_reorders_words() -> None:
 @given(st.integers(0, 2**32))
 def test_spoilt_words_never_just_change_places(seed: int) -> None:
     rng = random.Random(seed)
-    words = base_model.sentence(rng).split() if rng.random() < 0.5 else base_model.random_words(rng, rng.randint(1, 9))
+    words = (
+        base_documents.sentence(rng).split()
+        if rng.random() < 0.5
+        else base_documents.random_words(rng, rng.randint(1, 9))
+    )
     before = list(words)
-    bad, at = base_model.spoilt(words, rng)
+    bad, at = base_documents.spoilt(words, rng)
     assert words == before
     replaced = len(bad) == len(words)
     assert replaced or len(bad) == len(words) + 1
@@ -101,14 +95,14 @@ def test_spoilt_words_never_just_change_places(seed: int) -> None:
 
 
 def test_every_wrong_word_is_marked_and_only_the_marks_are_learnt() -> None:
-    d = base_model.Document("The dog slept cup there.", "Mark the wrong words.", wrong=frozenset({0, 3}))
+    d = base_documents.BaseDocument("The dog slept cup there.", "Mark the wrong words.", wrong=frozenset({0, 3}))
     (_, counts), *rest = base_model.pieces(d)
     assert "".join(text for text, _ in rest) == "The* dog slept cup* there.<|end|>"
     assert [text for text, weight in rest if not weight and text] == ["The", " cup"]
     assert {weight for text, weight in rest if "*" in text or "dog" in text} == {1.0}
     assert counts
     rng = random.Random(3)
-    marked = [base_model.mark_wrong(rng) for _ in range(400)]
+    marked = [base_documents.mark_wrong(rng) for _ in range(400)]
     assert {len(d.wrong) for d in marked} == {0, 1, 2}
 
 
@@ -116,8 +110,8 @@ def test_a_wrong_answer_is_called_wrong_and_not_learnt() -> None:
     rng = random.Random(0)
     rights = dropped = 0
     for _ in range(200):
-        d = base_model.complete_sentence(rng)
-        asked = base_model.checked(d, rng)
+        d = base_documents.complete_sentence(rng)
+        asked = base_documents.checked(d, rng)
         (_, _), (answer, counts), (question, question_counts), (verdict, verdict_counts) = base_model.pieces(asked)
         same = asked.answer == d.answer
         assert (asked.right, counts, verdict) == (same, same, "Yes<|end|>" if same else "No<|end|>")
@@ -135,11 +129,11 @@ def test_the_mix_is_as_stated() -> None:
     rng = random.Random(0)
     n = 3000
     plain = sum(document(rng).prompt is None for _ in range(n)) / n
-    assert plain == pytest.approx(MIX[base_model.plain] / sum(MIX.values()), abs=0.05)
+    assert plain == pytest.approx(MIX[base_documents.plain] / sum(MIX.values()), abs=0.05)
 
 
 def test_training_sentences_are_not_those_of_the_demo() -> None:
-    seen = {base_model.plain(base_model._rng(Settings(), step)).answer for step in range(2000)}
+    seen = {base_documents.plain(base_model._rng(Settings(), step)).answer for step in range(2000)}
     assert len(seen & set(sentences(2000, seed=0))) < 100  # short ones may coincide
 
 

@@ -2,11 +2,7 @@
 
     python -m sdmlm.demo.base_model --output DIR
 
-It learns English of `sdmlm.demo.sentences`, to copy sharply, and to follow a few generic instructions: repeat a sentence or
-a list of random words, leave a word out, say which words are missing, go on with a sentence, put given words behind a
-beginning in the order in which they are given, say whether a sentence is good and whether an answer was right. It never sees
-words that must be re-ordered, nor a sentence whose words have changed places: that is what fine-tuning teaches. Its sentences
-come from another space of seeds than the demo's.
+`sdmlm.demo.base_documents` says what it reads. Its sentences come from other seeds than the demo's.
 
 All chance comes from (seed, step), so the same seed and steps give the same data; a run that was cut off goes on from its
 last checkpoint. `training.json` beside the model holds the settings, the machine and the loss by step.
@@ -24,7 +20,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +29,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sdmlm.demo import base_documents
 from sdmlm.demo import sentences as grammar
-from sdmlm.demo.sentences import LEXICON, sentence
+from sdmlm.demo.base_documents import FIRST_MIX, MIX, WORDS, YES_OR_NO, BaseDocument, document
 from sdmlm.storage.artifacts import read_artifact, write_artifact, write_text_atomically
 from sdmlm.storage.progress import progress_bar
 
@@ -47,12 +44,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-WORDS = tuple(sorted(LEXICON))
 MARK = "*"
-VERDICT = 5.0  # weight of a Yes or No in the loss: there is one in a whole document
-YES_OR_NO = "Reply with Yes or No."
-IN_XML = "Only reply with the sentence in the XML <sentence> </sentence>."
-# Wording of instructions to come, so that the tokenizer spells it in few tokens. The model is not trained on it.
+VERDICT = 5.0  # weight of a Yes or No in the loss: there is only one in a whole document
+# Wording of the instructions of fine-tuning, so that the tokenizer spells it in few tokens. The model is not trained on it.
 WORDING = (
     "by reordering all of the following without adding new punctuation nor words: followed by <verified>Yes</verified> if your "
     "answer correctly addressed the instructions, and <verified>No</verified> if it did not.\n</sentence>\n<verified>"
@@ -78,190 +72,6 @@ class Settings:
     heads: int = 4
     inner: int = 352
     positions: int = 512
-
-
-@dataclass(frozen=True)
-class Document:
-    """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen.
-
-    `right`: a second turn asks whether the answer was right, and is told so. The loss does not count a wrong answer.
-    `wrong`: these words of the answer are wrong; a mark stands behind each. The loss counts the mark, not the word.
-    """
-
-    answer: str
-    prompt: str | None = None
-    count_prompt: bool = True
-    right: bool | None = None
-    wrong: frozenset[int] = frozenset()
-
-
-# What the model reads
-
-
-def plain(rng: random.Random) -> Document:
-    return Document(sentence(rng))
-
-
-def repeat_sentence(rng: random.Random) -> Document:
-    text = sentence(rng)
-    return rng.choice(
-        (
-            Document(text, f"Repeat the sentence '{text}'."),
-            Document(f"<sentence>{text}</sentence>", f"Repeat the sentence '{text}'. {IN_XML}"),
-            Document(f"<sentence>{text}</sentence>", f"Write down '{text}' again. {IN_XML}"),
-        )
-    )
-
-
-def repeat_words(rng: random.Random) -> Document:
-    """Random words leave nothing to guess: they teach sharp copying, the sooner the more often they are repeated."""
-    words = " ".join(random_words(rng, rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 15))))
-    times = rng.randint(1, 4) if len(words) < 60 else 1
-    answer = " ".join([words] * times)
-    if times > 1:
-        return Document(answer, f"Repeat the words '{words}' {grammar.NUMBERS[times - 2]} times.", False)
-    if rng.random() < 0.5:
-        return Document(answer, f"Repeat the words '{words}'.", False)
-    return Document(f"<sentence>{answer}</sentence>", f"Repeat the words '{words}'. {IN_XML}", False)
-
-
-def complete_sentence(rng: random.Random) -> Document:
-    """The words that are missing are given, in their order."""
-    return complete(sentence(rng).split(), rng, True)
-
-
-def complete_words(rng: random.Random) -> Document:
-    return complete(random_words(rng, rng.randint(5, 20)), rng, False)
-
-
-def complete(words: list[str], rng: random.Random, count_prompt: bool) -> Document:
-    cut = len(words) - rng.randint(1, min(6, len(words) - 1))
-    start, end, text = " ".join(words[:cut]), " ".join(words[cut:]), " ".join(words)
-    return Document(
-        f"<sentence>{text}</sentence>",
-        rng.choice(
-            (
-                f"Complete the sentence '{start}' with the following words: '{end}'. {IN_XML}",
-                f"Complete the sentence '{start}' with all of the words '{end}'. {IN_XML}",
-                f"Write '{start}' and then '{end}'. {IN_XML}",
-            )
-        ),
-        count_prompt,
-    )
-
-
-def continue_sentence(rng: random.Random) -> Document:
-    words = sentence(rng).split()
-    cut = rng.randint(2, len(words) - 1)
-    return Document(" ".join(words[cut:]), f"Continue the sentence '{' '.join(words[:cut])}'.")
-
-
-def choose_word(rng: random.Random) -> Document:
-    """Which of three words goes on with a sentence? The other two are random ones."""
-    words = sentence(rng).split()
-    cut = rng.randint(1, len(words) - 1)
-    start, choices = " ".join(words[:cut]), [words[cut], *random_words(rng, 2)]
-    rng.shuffle(choices)
-    return Document(
-        f"<sentence>{start} {words[cut]}</sentence>",
-        f"Continue the sentence '{start}' with one of the words '{' '.join(choices)}'. {IN_XML}",
-    )
-
-
-def leave_out(rng: random.Random) -> Document:
-    """All but one of some words: what has been said, and what is still to be said."""
-    words = rng.sample(WORDS, rng.randint(3, 8))
-    at = rng.randrange(len(words))
-    rest = " ".join(words[:at] + words[at + 1 :])
-    return Document(f"<sentence>{rest}</sentence>", f"Write '{' '.join(words)}' without '{words[at]}'. {IN_XML}", False)
-
-
-def say_missing(rng: random.Random) -> Document:
-    """Which of some words have not been said: what is left to say, known from what has been."""
-    words = rng.sample(WORDS, rng.randint(2, 12))
-    given = words[: rng.randint(2, min(5, len(words)))]
-    said = rng.sample(range(len(given)), rng.randint(1, len(given) - 1))
-    text = " ".join([*words[len(given) :], *(given[i] for i in said)])
-    missing = " ".join(word for i, word in enumerate(given) if i not in said)
-    asked = f"Which of the words '{' '.join(given)}' are missing in '{text}'? {IN_XML}"
-    return Document(f"<sentence>{missing}</sentence>", asked, False)
-
-
-def mark_wrong(rng: random.Random) -> Document:
-    """A mark behind every wrong word: a judgement at each word, the densest signal there is."""
-    words = sentence(rng).split()
-    wrong = [False] * len(words)
-    for _ in range(rng.choice((0, 1, 1, 2))):
-        bad, at = spoilt(words, rng)
-        wrong[at : at + (len(bad) == len(words))] = [True]
-        words = bad
-    return Document(" ".join(words), "Mark the wrong words.", wrong=frozenset(i for i, w in enumerate(wrong) if w))
-
-
-def judge_sentence(rng: random.Random) -> Document:
-    text = sentence(rng)
-    good = rng.random() < 0.5
-    asked = text if good else " ".join(spoilt(text.split(), rng)[0])
-    return Document("Yes" if good else "No", f"Is '{asked}' a good sentence? {YES_OR_NO}", good)
-
-
-def spoilt(words: list[str], rng: random.Random) -> tuple[list[str], int]:
-    """One word replaced, put in or doubled, near the end as often as anywhere, and where. None changes places."""
-    at = rng.randrange(max(0, len(words) - 4), len(words)) if rng.random() < 0.5 else rng.randrange(len(words))
-    bare, tail = words[at].rstrip(".,"), words[at][len(words[at].rstrip(".,")) :]
-    other = rng.choice(WORDS if rng.random() < 0.5 else words).rstrip(".,")
-    if rng.random() < 0.6:
-        if other == bare:
-            other = rng.choice([word for word in WORDS if word != bare])
-        return [*words[:at], other + tail, *words[at + 1 :]], at
-    return [*words[:at], other, *words[at:]], at
-
-
-def checked(d: Document, rng: random.Random) -> Document:
-    """The same with the question whether the answer was right; in half of the cases it is spoilt first."""
-    if rng.random() < 0.5:
-        return replace(d, right=True)
-    tags = [tag for tag in ("<sentence>", "</sentence>") if tag in d.answer]
-    words = d.answer.removeprefix("<sentence>").removesuffix("</sentence>").split()
-    if len(words) > 1 and rng.random() < 0.4:  # only here, where the prompt tells what is not there
-        near_end = rng.randrange(max(0, len(words) - 4), len(words))
-        del words[near_end if rng.random() < 0.7 else rng.randrange(len(words))]
-    else:
-        words, _ = spoilt(words, rng)
-    body = " ".join(words)
-    return replace(d, answer=body.join(tags) if tags else body, right=False)
-
-
-def random_words(rng: random.Random, n: int) -> list[str]:
-    """Words in no order, with commas and full stops here and there; in every other list from a few words, so that the
-    place of a word, not the word before it, tells what comes next."""
-    pool = rng.choices(WORDS, k=1 + n // 2) if rng.random() < 0.5 else WORDS
-    return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(pool, k=n)]
-
-
-MIX = {
-    plain: 3,
-    repeat_sentence: 2,
-    repeat_words: 3,
-    complete_sentence: 8,
-    complete_words: 6,
-    continue_sentence: 1,
-    choose_word: 4,
-    leave_out: 3,
-    say_missing: 3,
-    mark_wrong: 6,
-    judge_sentence: 10,
-}
-CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words, leave_out, say_missing)
-# At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
-FIRST_MIX = {plain: 2, repeat_words: 8, complete_words: 1, mark_wrong: 2, judge_sentence: 5}
-
-
-def document(rng: random.Random, first: bool = False) -> Document:
-    mix = FIRST_MIX if first else MIX
-    (make,) = rng.choices(list(mix), list(mix.values()))
-    found = make(rng)
-    return checked(found, rng) if make in CHECKED and not first and rng.random() < 0.5 else found
 
 
 def _rng(settings: Settings, what: object) -> random.Random:
@@ -305,7 +115,7 @@ def train_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
 # Training
 
 
-def pieces(d: Document) -> Iterator[tuple[str, float]]:
+def pieces(d: BaseDocument) -> Iterator[tuple[str, float]]:
     """The text of a document as (piece, its weight in the loss)."""
     if d.prompt is not None:
         yield f"{USER}{d.prompt}{END}{ASSISTANT}", float(d.count_prompt)
@@ -333,9 +143,9 @@ def batch_of(tokenizer: Any, settings: Settings, step: int) -> tuple[Tensor, Ten
     weights: list[float] = []
     while len(ids) < room:
         for text, weight in pieces(document(rng, first)):
-            found = tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += found
-            weights += [weight] * len(found)
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            weights += [weight] * len(tokens)
     return torch.tensor(ids[:room]).view(shape), torch.tensor(weights[:room]).view(shape)
 
 
@@ -440,27 +250,28 @@ def _resume(folder: Path, settings: Settings, model: Any, optimizer: Any) -> tup
 
 
 def source_sha256() -> str:
-    """A hash of the code of the grammar and of this file, without imports, docstrings and comments.
+    """A hash of the code of the grammar, the documents and this file.
 
-    Only what decides the weights counts: rewording a comment or moving a module must not ask for a new base model.
+    Imports, docstrings, comments and the order and place of definitions do not count: rewording a comment or moving a
+    function must not ask for a new base model.
     """
-    return _code_sha256(Path(file).read_text(encoding="utf-8") for file in (grammar.__file__, __file__))
+    return _code_sha256(
+        Path(file).read_text(encoding="utf-8") for file in (grammar.__file__, base_documents.__file__, __file__)
+    )
 
 
 def _code_sha256(sources: Iterable[str]) -> str:
-    digest = hashlib.sha256()
+    definitions: list[str] = []
     for source in sources:
         tree = ast.parse(source)
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list):
                 node.body = [n for n in body if not _is_inert(n)]  # type: ignore[attr-defined]
-        # This function is no part of the recipe either.
-        tree.body = [
-            n for n in tree.body if getattr(n, "name", "") not in ("source_sha256", "_code_sha256", "_is_inert")
-        ]
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()
+        # Neither these functions nor what only the demo asks of the grammar is part of the recipe.
+        own = ("source_sha256", "_code_sha256", "_is_inert", "order_is_open", "settled_sentences")
+        definitions += [ast.dump(n) for n in tree.body if getattr(n, "name", "") not in own]
+    return hashlib.sha256("\n".join(sorted(definitions)).encode()).hexdigest()
 
 
 def _is_inert(node: ast.stmt) -> bool:
