@@ -33,7 +33,8 @@ from sdmlm import SDMConfig, SDMLanguageModel
 from sdmlm.finetuning.final_layer import fit_final_layer, save_final_layer
 from sdmlm.language_model.decoding import generate
 from sdmlm.language_model.encoding import Encoder
-from sdmlm.language_model.summary import GenerationReader, embed_sequences
+from sdmlm.language_model.reading import embed_sequences
+from sdmlm.language_model.summary import GenerationReader
 from sdmlm.rewards import exact_match
 from sdmlm.storage.artifacts import SDM_FOLDER
 

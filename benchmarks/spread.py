@@ -33,9 +33,9 @@ from sdmlm import SDMEstimator, SDMLanguageModel
 from sdmlm.evaluation.lm_evaluation import evaluation_file, read_evaluation
 from sdmlm.experiments.evaluate import generation_length, load_task
 from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
-from sdmlm.finetuning.final_layer import fit_once, positives
+from sdmlm.finetuning.layers import fit_and_broadcast, positives
+from sdmlm.language_model.reading import embed_sequences
 from sdmlm.language_model.rows import read_preferences
-from sdmlm.language_model.summary import embed_sequences
 from sdmlm.rewards import apply_reward
 from sdmlm.storage.artifacts import write_text_atomically
 from sdmlm.storage.record import read_record
@@ -64,7 +64,7 @@ def fit(
     positive = torch.tensor(positives(config, len(wrong), epoch=0))
     negatives = torch.where(torch.from_numpy(wrong)[:, None], h["own"], h["static"])
     documents = torch.where(positive[:, None], h["positive"], negatives)
-    return fit_once(Accelerator(cpu=True), config, [4], documents, positive.int().tolist())
+    return fit_and_broadcast(Accelerator(cpu=True), config, [4], documents, positive.int().tolist())
 
 
 def measure(folder: str, layers: int) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from sdmlm import SDMEstimator, SDMLanguageModel
+from sdmlm.estimator.calibration_summary import summarize_calibration
 from sdmlm.experiments.evaluate import load_task
-from sdmlm.finetuning.final_layer import layer_metrics
-from sdmlm.language_model.summary import embed_sequences
+from sdmlm.language_model.reading import embed_sequences
 from sdmlm.rewards import apply_reward
 from sdmlm.storage.artifacts import finite_or_none, write_text_atomically
 
@@ -80,7 +80,7 @@ def layer(
         out[f"mean_q_{c}"] = float(ca.q[own].double().mean())
         out[f"median_d_{c}"] = float(ca.d[own].median())
     for alpha in alphas:
-        found = layer_metrics(estimator.recalibrate(alpha))
+        found = summarize_calibration(estimator.recalibrate(alpha)).metrics()
         out[f"alpha {alpha:g}"] = {"q_min": finite_or_none(found["q_min"]), "admitted": found["admitted"]}
     return out
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sdmlm.language_model.summary import embed_sequences
+from sdmlm.language_model.reading import embed_sequences
 
 Rows = list[tuple[str, int, str]]  # text, label, id
 

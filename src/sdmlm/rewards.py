@@ -54,6 +54,15 @@ def load_reward(reward: str | Reward | None) -> Reward:
     return function  # type: ignore[no-any-return]
 
 
+def single_reward(given: Reward | str | Sequence[Reward | str] | None) -> Reward:
+    """The reward, which TRL's trainers take as a list."""
+    if isinstance(given, (list, tuple)):
+        if len(given) != 1:
+            raise ValueError(f"SDMTrainer takes one reward, got {len(given)}: combine them in one function.")
+        given = given[0]
+    return load_reward(given)  # type: ignore[arg-type]
+
+
 def load_module(name: str, what: str) -> Any:
     """A module that the user names, found as `python -m` finds it; `what` begins the error where it cannot be had."""
     if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there by itself

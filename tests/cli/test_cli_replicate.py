@@ -19,7 +19,6 @@ from cli_checks import fails, strict_json
 from tiny_lm import copy_rows, process_group, tiny_lm, tiny_tokenizer
 
 from sdmlm.cli import main
-from sdmlm.cli.commands import calibrate
 from sdmlm.evaluation.lm_evaluation import read_evaluation
 from sdmlm.experiments import runs as replication
 from sdmlm.experiments.runs import read_runs
@@ -552,7 +551,7 @@ def test_everything_is_checked_before_the_first_run(
     write_rows("few.jsonl", rows()[:3])
     write_rows("long.jsonl", [{**first, "prompt": "a" * 90}])
     shutil.copytree("model", "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "chat*"))
-    monkeypatch.setattr(calibrate, "load_model", lambda *a, **k: pytest.fail("began to train"))
+    monkeypatch.setattr("sdmlm.finetuning.run.load_lm", lambda *a, **k: pytest.fail("began to train"))
     recipe = Path("tiny/sdm_hn.yaml").read_text()
     assert old in recipe
     Path("tiny/sdm_hn.yaml").write_text(recipe.replace(old, new))

@@ -20,15 +20,17 @@ from cli_checks import fails, strict_json
 from tiny_lm import copy_rows, tiny_lm, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sdmlm.cli import main
-from sdmlm.cli.commands import calibrate, dry_run, plan
+from sdmlm.cli import config_options, main
+from sdmlm.cli.commands import dry_run
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.finetuning import recipe
+from sdmlm.finetuning import recipe, settings
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.trainer import SDMTrainer
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.sdm_folder import fingerprint
 from sdmlm.storage.artifacts import read_metadata, write_metadata
+from sdmlm.storage.output_paths import whole_folder
+from sdmlm.storage.record import halves
 
 LAYER = ["--exemplar-dim", "16", "--sdm-epochs", "5", "--sdm-learning-rate", "1e-2", "--alpha", "0.8"]
 SMALL = [
@@ -191,11 +193,11 @@ def test_without_calibration_rows_the_rows_are_halved(here: Path, capsys: pytest
 
 def test_halves_are_disjoint_complete_and_seeded() -> None:
     rows = [{"prompt": str(i)} for i in range(11)]
-    first, second = plan.halves(rows, seed=1)
+    first, second = halves(rows, seed=1)
     assert (len(first), len(second)) == (6, 5)
     assert sorted(first + second, key=lambda r: int(r["prompt"])) == rows
-    assert plan.halves(rows, seed=1) == (first, second)
-    assert plan.halves(rows, seed=2) != (first, second)
+    assert halves(rows, seed=1) == (first, second)
+    assert halves(rows, seed=2) != (first, second)
 
 
 def test_prompts_in_both_sets_are_remarked_upon(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +211,7 @@ def test_prompts_in_both_sets_are_remarked_upon(here: Path, capsys: pytest.Captu
 
 def test_options_are_those_of_the_class() -> None:
     fields = {f.name: f for f in dataclasses.fields(SDMConfig)}
-    found = recipe.own_fields()
+    found = config_options.own_fields()
     assert [f.name for f in found] == list(SDMConfig.__annotations__)
     for field in found:
         assert field.default == fields[field.name].default
@@ -308,7 +310,7 @@ def test_bad_recipes(here: Path, capsys: pytest.CaptureFixture[str], content: st
 def test_recipes_of_the_repository_are_the_papers() -> None:
     found = sorted(REPOSITORY.glob("recipes/**/*.yaml"))
     assert found
-    kinds: dict[str, Any] = {**plan.OPTIONS, **recipe.field_types()}
+    kinds: dict[str, Any] = {**settings.OPTIONS, **recipe.field_types()}
     for path in found:
         recipe.typed(recipe.read_recipe(str(path)), kinds, str(path))
     phi = recipe.typed(recipe.read_recipe(str(REPOSITORY / "recipes/phi-3.5-mini/sdm_hn.yaml")), kinds)
@@ -317,7 +319,7 @@ def test_recipes_of_the_repository_are_the_papers() -> None:
     # Where the paper says something, the recipe says what the defaults are.
     apart = {"bf16", "gradient_accumulation_steps", "gradient_checkpointing", "dataloader_drop_last"}
     for name, value in phi.items():
-        if name not in apart | set(plan.OPTIONS):
+        if name not in apart | set(settings.OPTIONS):
             assert value == recipe.field_default(name), name
 
 
@@ -635,7 +637,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "a" / "b"
 
     def fill(fail: bool) -> None:
-        with calibrate.whole_folder(target) as partial:
+        with whole_folder(target) as partial:
             (partial / "x").write_text("x")
             if fail:
                 raise OSError("full")
@@ -662,7 +664,7 @@ def test_help_comes_at_once(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "set()\n"
     if command == ["train"]:
-        for field in recipe.own_fields():
+        for field in config_options.own_fields():
             assert f"--{field.name.replace('_', '-')} " in done.stdout
         assert "TrainingArguments" in done.stdout
         assert "--adam-beta1" not in done.stdout

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sdmlm.estimator.calibration_summary import summarize_calibration
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, read_evaluation, write_evaluation
 from sdmlm.experiments.evaluate import evaluate, load_task
 from sdmlm.experiments.runs import dataset_order, read_runs, setting_order
-from sdmlm.finetuning.final_layer import layer_metrics
 from sdmlm.generation.judging import widened
 from sdmlm.language_model.encoding import VerificationTags
 from sdmlm.tasks import word_ordering
@@ -90,7 +90,7 @@ def test_reward_answer_and_exact_match_look_at_different_things() -> None:
     assert found.accepted_lower.tolist() == [True, False, False, True, True, False, False]
     assert found.q.tolist() == list(range(7))
     assert found.generated == [text for text, *_ in script]
-    assert found.calibration == layer_metrics(small_estimator())
+    assert found.calibration == summarize_calibration(small_estimator()).metrics()
     assert found.alpha == 0.8
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sdmlm.cli.commands import plan
 from sdmlm.experiments.evaluate import load_task
 from sdmlm.experiments.runs import DATASETS, SETTINGS
 from sdmlm.finetuning import recipe
 from sdmlm.finetuning.config import SDMConfig
+from sdmlm.finetuning.settings import OPTIONS
 from sdmlm.rewards import load_reward
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -21,7 +21,7 @@ LABELS = ("No fine-tuning", "CE", "CE + HN", "SDM", "SDM + HN", "SDM + HN, re-ru
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    return recipe.typed(recipe.read_recipe(str(path)), {**plan.OPTIONS, **recipe.field_types()}, str(path))
+    return recipe.typed(recipe.read_recipe(str(path)), {**OPTIONS, **recipe.field_types()}, str(path))
 
 
 def test_every_family_has_the_papers_settings() -> None:
@@ -35,7 +35,7 @@ def test_every_family_has_the_papers_settings() -> None:
 def test_a_recipe_can_be_run(path: Path) -> None:
     settings = settings_of(path)
     # bfloat16 is refused without a GPU, and is none of the recipe's business here.
-    fields = {name: value for name, value in settings.items() if name not in plan.OPTIONS} | {"bf16": False}
+    fields = {name: value for name, value in settings.items() if name not in OPTIONS} | {"bf16": False}
     config = SDMConfig(output_dir="nowhere", report_to="none", **fields)
     assert config.sdm_epochs == settings["sdm_epochs"]
     task = load_task(settings["task"])

@@ -24,10 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from transformers import trainer as hf_trainer
 from transformers.trainer_callback import TrainerState
 
+from sdmlm.estimator.calibration_summary import summarize_calibration
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.finetuning import trainer as trainer_module
+from sdmlm.finetuning import evaluation as evaluation_module
+from sdmlm.finetuning.checkpoints import complete_checkpoint
 from sdmlm.finetuning.config import METRICS, SDMConfig
-from sdmlm.finetuning.final_layer import fit_final_layer, fit_once, layer_metrics
+from sdmlm.finetuning.final_layer import fit_final_layer
+from sdmlm.finetuning.layers import fit_and_broadcast
 from sdmlm.finetuning.loss import sdm_next_token_loss
 from sdmlm.finetuning.schedule import EpochOrder
 from sdmlm.finetuning.trainer import SDMTrainer
@@ -164,7 +167,7 @@ def test_the_final_layer_has_every_wrong_generation_and_no_right_one(tmp_path: P
 def test_the_calibration_summary_by_hand(tmp_path: Path) -> None:
     trainer = moved_on(make(tmp_path, sdm_epochs=30))
     estimator = trainer.fit_final_layer()
-    found, layer = layer_metrics(estimator), estimator.layers_[0]
+    found, layer = summarize_calibration(estimator).metrics(), estimator.layers_[0]
     ca, region = layer.calibration, layer.region(0.8)
     points = list(
         zip(ca.labels.tolist(), ca.z.tolist(), ca.q.tolist(), ca.d.tolist(), ca.q_prime.tolist(), strict=True)
@@ -460,7 +463,7 @@ def test_evaluation_is_one_pass_over_fixed_documents(tmp_path: Path) -> None:
         h.append(torch.cat([states[-1], states.mean(dim=0)]))
     read, _ = trainer._read(documents)
     torch.testing.assert_close(read, torch.stack(h), rtol=1e-4, atol=1e-5)
-    estimator = fit_once(trainer.accelerator, trainer.args, [2, 0], read, labels)
+    estimator = fit_and_broadcast(trainer.accelerator, trainer.args, [2, 0], read, labels)
     p = estimator.score(read, exclude=estimator.support_index(range(24))).p
     total, count = 0.0, 0
     for document, y, bases in zip(documents, labels, p, strict=True):
@@ -490,11 +493,11 @@ def test_states_beyond_the_budget_are_made_twice(tmp_path: Path, monkeypatch: py
     calls = counting_decoder(trainer.model)
     in_one = trainer.evaluate()["eval_loss"]
     assert sum(calls) == 24
-    monkeypatch.setattr(trainer_module, "STATES_BUDGET", kept[0])
+    monkeypatch.setattr(evaluation_module, "STATES_BUDGET", kept[0])
     assert trainer.evaluate()["eval_loss"] == in_one
     for budget in (kept[0] - 1, 0):
         calls.clear()
-        monkeypatch.setattr(trainer_module, "STATES_BUDGET", budget)
+        monkeypatch.setattr(evaluation_module, "STATES_BUDGET", budget)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(in_one, rel=1e-5)
         assert sum(calls) == 48
     assert kept[1:] == [kept[0], 0, 0]
@@ -503,7 +506,7 @@ def test_states_beyond_the_budget_are_made_twice(tmp_path: Path, monkeypatch: py
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, save_total_limit=1)  # evaluations after steps 1, 2, 3 and 4
     losses = iter([3.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr(trainer, "_loss_of", lambda *_: torch.tensor([next(losses), 1.0]))
+    monkeypatch.setattr("sdmlm.finetuning.trainer.loss_of_states", lambda *_: torch.tensor([next(losses), 1.0]))
     kept: list[Tensor] = []
 
     class Copy(TrainerCallback):  # type: ignore[misc]
@@ -525,7 +528,7 @@ def test_a_run_that_was_moved_still_ends_with_its_best_checkpoint(
     """Stopped after its last checkpoint, its folder renamed, and resumed: nothing is trained any more, the best is loaded."""
     trainer = make(tmp_path / "old")
     losses = iter([3.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr(trainer, "_loss_of", lambda *_: torch.tensor([next(losses), 1.0]))
+    monkeypatch.setattr("sdmlm.finetuning.trainer.loss_of_states", lambda *_: torch.tensor([next(losses), 1.0]))
     trainer.train()
     best = {name: t.clone() for name, t in trainer.model.state_dict().items()}
     (tmp_path / "old").rename(tmp_path / "new")
@@ -559,7 +562,7 @@ def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     orders = []
     for epoch in (0, 1, 0):
-        trainer._layer_epoch = epoch
+        trainer.layer_epoch = epoch
         orders.append(list(EpochOrder(trainer)))
     assert orders[0] == orders[2] != orders[1]
     for order in orders:
@@ -568,10 +571,8 @@ def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
 
 def test_every_epoch_has_an_sdm_layer_with_a_split_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path)
-    choose = trainer._choose_documents
-    monkeypatch.setattr(
-        trainer, "_choose_documents", lambda epoch: choose(0)
-    )  # the same documents: only chance is left
+    choose = trainer.choose_documents
+    monkeypatch.setattr(trainer, "choose_documents", lambda epoch: choose(0))  # the same documents: only chance is left
     halves = []
     for epoch in (0, 1):
         trainer.begin_epoch(epoch)
@@ -779,7 +780,7 @@ def test_conversations_with_a_chat_template(tmp_path: Path) -> None:
     rows, held_out = ([conversation(r) for r in copy_rows(n, n)] for n in (64, 24))
     tokenizer = tiny_tokenizer(CHAT)
     trainer = SDMTrainer(tiny_lm(), tiny_config(tmp_path, learning_rate=1e-2), rows, held_out, tokenizer)
-    text = trainer.encoder.decode(trainer._encoded[0][0].input_ids)
+    text = trainer.encoder.decode(trainer.training_rows[0].positive.input_ids)
     body = rows[0]["chosen"][0]["content"]
     assert text == f"user:{body}=\nassistant:{body}\n<verified>Yes</verified></s>"
     trainer.train()
@@ -946,7 +947,7 @@ def test_several_processes_share_the_tokens_of_a_step(tmp_path: Path, monkeypatc
 def test_long_prompts_are_cut_only_when_asked(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, truncate_prompt=True)
     trainer = SDMTrainer(tiny_lm(), config, changed(prompt="a" * 80), copy_rows(24, 1), tiny_tokenizer())
-    assert len(trainer._encoded[5][0].input_ids) == 64
+    assert len(trainer.training_rows[5].positive.input_ids) == 64
 
 
 def test_hard_negatives_of_cut_prompts(tmp_path: Path) -> None:
@@ -957,7 +958,7 @@ def test_hard_negatives_of_cut_prompts(tmp_path: Path) -> None:
         row["prompt"] = "abc" * (n % 9) + row["prompt"]
     trainer = SDMTrainer(tiny_lm(), config, rows, held_out, tiny_tokenizer())
     assert config.max_length < trainer.args.max_new_tokens + 2 * trainer.encoder.suffix_length
-    assert max(len(e.input_ids) for pair in trainer._encoded for e in pair) == 32
+    assert max(len(e.input_ids) for row in trainer.training_rows for e in (row.positive, row.negative)) == 32
     trainer.train()
     assert trainer.state.global_step == 4
     assert max(logged(trainer, "hard_negatives")) > 0
@@ -1008,7 +1009,7 @@ def test_a_checkpoint_written_anew_is_incomplete_until_its_end(tmp_path: Path, m
 
     def look(folder: Path) -> None:
         save(folder)
-        seen.append(trainer_module._complete_checkpoint(tmp_path, None))
+        seen.append(complete_checkpoint(tmp_path, None))
 
     monkeypatch.setattr(trainer, "_save_state", look)
     trainer.train()

@@ -83,12 +83,12 @@ def _train(folder: Path, settings: dict[str, Any], moment: tuple[str, int] | Non
                 _die()
 
     trainer.add_callback(Killer())
-    fit_once, saved = module.fit_once, TrainerState.save_to_json
+    fit, saved = module.fit_and_broadcast, TrainerState.save_to_json
 
     def killing_fit(accelerator: Any, args: Any, seeds: list[int], *rest: Any) -> Any:
         if (where == "layer" and seeds == [1, when]) or (where == "evaluate" and seeds == [2, when]):
             _die()
-        return fit_once(accelerator, args, seeds, *rest)
+        return fit(accelerator, args, seeds, *rest)
 
     def half_written(state: Any, path: str) -> None:
         saved(state, path)
@@ -101,7 +101,7 @@ def _train(folder: Path, settings: dict[str, Any], moment: tuple[str, int] | Non
         (Path(path) / "model.safetensors").unlink()
         _die()
 
-    module.fit_once = killing_fit
+    module.fit_and_broadcast = killing_fit
     if where == "final":
         trainer.fit_final_layer = _die  # type: ignore[method-assign,assignment]
     elif where == "save:json":

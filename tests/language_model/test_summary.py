@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from sdmlm.language_model.summary import batches_by_length, embed_sequences, summarize
+from sdmlm.language_model.reading import embed_sequences
+from sdmlm.language_model.summary import batches_by_length, summarize
 
 transformers = pytest.importorskip("transformers")
 

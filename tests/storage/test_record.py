@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from sdmlm.cli.commands.calibrate_search import held_out
-from sdmlm.cli.commands.plan import halves
-from sdmlm.storage.record import RECORD, read_record
+from sdmlm.storage.record import RECORD, halves, held_out, read_record
 
 
 def write(folder: Path, **changes: Any) -> dict[str, Any]:

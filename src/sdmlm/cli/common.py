@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.finetuning.processes import is_main_process
+from sdmlm.storage.output_paths import check_artifact_folder
+from sdmlm.storage.output_paths import check_output_file as check_output_file
+from sdmlm.storage.plain_json import plain_json
 from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
@@ -132,42 +134,11 @@ def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
 # Out
 
 
-def check_output_file(path: str | None, *suffixes: str) -> None:
-    """Refuse a file that could not be written before any work is done for it."""
-    if path is None:
-        return
-    if suffixes and Path(path).suffix not in suffixes:
-        raise ValueError(f"{path} must end in {' or '.join(suffixes)}.")
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder: name a file.")
-    _check_writable(Path(path).parent)
-
-
 def check_output_folder(folder: str, force: bool = False) -> None:
     """Refuse a folder to save an estimator into that holds something else, or an estimator (unless forced)."""
     from sdmlm.estimator.persistence import KIND
-    from sdmlm.storage.artifacts import CONFIG
 
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder to save into.")
-    if path.is_dir() and any(path.iterdir()):
-        try:
-            kind = json.loads((path / CONFIG).read_text(encoding="utf-8"))["kind"]
-        except (OSError, ValueError, KeyError, TypeError):
-            kind = None
-        if kind != KIND:
-            raise ValueError(f"{folder} holds something else than a saved estimator: name another folder.")
-        if not force:
-            raise ValueError(f"{folder} already holds a saved estimator: give --force to replace it.")
-    _check_writable(path)
-
-
-def _check_writable(folder: Path) -> None:
-    """Whether files can be made in a folder, or the folder itself in the nearest one that exists."""
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{there} cannot be written to: name another place.")
+    check_artifact_folder(folder, KIND, force)
 
 
 def console(args: argparse.Namespace) -> Console:
@@ -203,19 +174,9 @@ def print_json(value: Any) -> None:
 
 def to_json(value: Any) -> str:
     """JSON as the standard has it: null for NaN and infinities, numbers of NumPy as plain ones."""
-    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False)
     # Hidden characters as JSON escapes: the same value, but nothing in it can control a terminal.
     return "".join(c if visible(c) == c else json.dumps(c)[1:-1] for c in text) if visible(text) != text else text
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percent(part: int, whole: int) -> str:

@@ -298,6 +298,14 @@ class SDMEstimator:
         highest = highest_alpha(at)
         return replace(scores, accepted=accepted, accepted_lower=accepted_lower, highest_alpha=highest)
 
+    def output(self, X: Tensor, exclude: Tensor | None = None) -> Tensor:
+        """SDM(z') of each row, (N, C) on the CPU: what a training step needs, without the rest of `score`.
+
+        X is a float32 tensor and is not checked, for this runs at every step of fine-tuning. `exclude` as in `score`.
+        """
+        self._check_single("output")
+        return self.layers_[0].output(X.to(self.layers_[0].adaptor.weight.device), exclude)
+
     def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
         """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
         self._check_fitted()

@@ -45,8 +45,8 @@ def evaluate(
     y = r(s+, generation) with `reward` (default: the task's), which sees the body without the verification tags. Exact
     match looks at what the LM wrote itself, its own verdict included, and not at the SDM layer.
     """
+    from sdmlm.estimator.calibration_summary import summarize_calibration
     from sdmlm.estimator.layer import ALPHA_GRID
-    from sdmlm.finetuning.final_layer import layer_metrics
     from sdmlm.language_model.encoding import completion_text
     from sdmlm.rewards import apply_reward, load_reward
 
@@ -72,14 +72,14 @@ def evaluate(
         exact_match=np.array([t.strip() == w.strip() for t, w in zip(texts, wanted, strict=True)]),
         generated=texts,
         alpha=lm.alpha,
-        calibration=layer_metrics(lm.estimator),
+        calibration=summarize_calibration(lm.estimator).metrics(),
         regions=regions,
     )
 
 
 def generation_length(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> int:
     """max_new_tokens for a test set: the model's own, or more where a reference is longer."""
-    from sdmlm.finetuning.final_layer import completion_room
+    from sdmlm.finetuning.training_rows import completion_room
 
     return max(lm.sampling().max_new_tokens, completion_room(lm.encoder, rows))
 

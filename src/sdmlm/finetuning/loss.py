@@ -10,14 +10,18 @@ chunk while its logits are there: neither (B, L, V) nor all counted logits ever 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from sdmlm.language_model.encoding import IGNORED
+from sdmlm.language_model.forward import inner_lm
 
 CHUNK_NUMEL = 2**24  # logits of one chunk: 64 MiB in float32
 
@@ -118,6 +122,22 @@ def output_head(model: Any) -> tuple[torch.nn.Linear, LogitTransform]:
     if error > 0.02 * own.abs().max().item():  # well above bfloat16's rounding
         raise ValueError(f"{name} changes its logits in a way that sdmlm does not know: use the plain loss.")
     return head, transform
+
+
+def shared_logit_transform(accelerator: Accelerator, model: Any) -> LogitTransform | None:
+    """What the model does to its logits; None where only the model itself can apply its output embedding.
+
+    The main process finds out and tells the others, which may hold no weights yet (FSDP, memory-efficient loading).
+    """
+    transform: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            transform = [output_head(inner_lm(model))[1]]
+        except ValueError as error:
+            warnings.warn(f"{error} The loss is taken from full logits, which costs memory.", stacklevel=3)
+    if accelerator.num_processes > 1:
+        broadcast_object_list(transform)
+    return transform[0]  # type: ignore[no-any-return]
 
 
 class _LinearSDMLoss(torch.autograd.Function):

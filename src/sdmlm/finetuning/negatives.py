@@ -10,7 +10,7 @@ are spread over processes, nor a resumed run changes a draw.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -71,16 +71,21 @@ def check_generations(max_new_tokens: int, temperature: float, num_generations: 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What generating for one row in one epoch gave: the body of a negative, or None where r was 1."""
+    """What generating for one row in one epoch gave.
+
+    `body` is the negative, None where no generation can serve as one. `right` says whether the first generation was
+    a right answer (r = 1, or the reference itself); state files of older versions do not have it.
+    """
 
     epoch: int
     step: int
     row: int
     body: str | None
+    right: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class EpochDocument:
     """The completion that stands for a row in an epoch."""
 
     row: int
@@ -148,11 +153,13 @@ class HardNegatives:
         every = rows.values() if isinstance(rows, Mapping) else rows
         columns = dict.fromkeys(name for row in every for name in row) if tries else ()
         rewards = apply_reward(self.reward, [rows[i] for i in tries], bodies, encoder.tags, columns)
-        for i in wanted:
-            self.attempts[epoch, i] = Attempt(epoch, step, i, None)
         for i, body, r in zip(tries, bodies, rewards, strict=True):
-            if self.attempts[epoch, i].body is None and r == 0 and self._usable(encoder, rows[i], body):
-                self.attempts[epoch, i] = Attempt(epoch, step, i, body)
+            known = self.attempts.get((epoch, i))
+            if known is None:
+                right = r == 1 or self._is_reference(encoder, rows[i], body)
+                known = self.attempts[epoch, i] = Attempt(epoch, step, i, None, right)
+            if known.body is None and r == 0 and self._usable(encoder, rows[i], body):
+                self.attempts[epoch, i] = replace(known, body=body)
         return [self.attempts[epoch, i] for i in wanted]
 
     @staticmethod
@@ -162,9 +169,13 @@ class HardNegatives:
         return max(len(encoder.continuation(body + encoder.tags.separator)) for body in bodies)
 
     @staticmethod
+    def _is_reference(encoder: Encoder, row: Row, body: str) -> bool:
+        return body.strip() == encoder.tags.strip_suffix(completion_text(row["chosen"])).strip()
+
+    @staticmethod
     def _usable(encoder: Encoder, row: Row, body: str) -> bool:
         """The reference itself is never a negative, whatever the reward says; nor is what does not fit."""
-        if body.strip() == encoder.tags.strip_suffix(completion_text(row["chosen"])).strip():
+        if HardNegatives._is_reference(encoder, row, body):
             return False
         try:
             encoder.encode(row["prompt"], body, False)
@@ -172,21 +183,21 @@ class HardNegatives:
             return False
         return True
 
-    def documents(self, rows: Mapping[int, Row] | Sequence[Row], ids: Iterable[int], epoch: int) -> list[Document]:
+    def documents(self, rows: Mapping[int, Row] | Sequence[Row], ids: Iterable[int], epoch: int) -> list[EpochDocument]:
         """The document of each row in this epoch."""
         return [self._document(rows[i], i, epoch) for i in ids]
 
-    def _document(self, row: Row, i: int, epoch: int) -> Document:
+    def _document(self, row: Row, i: int, epoch: int) -> EpochDocument:
         draw = self.policy.draw(i, epoch)
         if draw.positive:
-            return Document(i, row["chosen"], True, "positive")
+            return EpochDocument(i, row["chosen"], True, "positive")
         if draw.generate:
             if (epoch, i) not in self.attempts:
                 raise ValueError(f"Row {i} needs a generation in epoch {epoch}: call prepare before documents.")
             body = self.attempts[epoch, i].body
             if body is not None:
-                return Document(i, body, False, "generated")
-        return Document(i, row["rejected"], False, "static")
+                return EpochDocument(i, body, False, "generated")
+        return EpochDocument(i, row["rejected"], False, "static")
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. The states of several processes may be joined by joining their lists."""
@@ -206,8 +217,8 @@ def generate_negatives(
     epoch: int,
     step: int,
     progress: bool = False,
-) -> list[str | None]:
-    """Fill the store for all rows of an epoch; returns what was generated for each prompt that drew a generation.
+) -> list[Attempt]:
+    """Fill the store for all rows of an epoch; returns the attempt of each prompt that drew a generation.
 
     Processes share the prompts, except under FSDP, where every forward pass is a joint one: there all make the same
     generations.
@@ -219,4 +230,4 @@ def generate_negatives(
     if world > 1:
         attempts = gather_object(attempts)
         store.load_state_dict({"attempts": [*store.state_dict()["attempts"], *attempts]})
-    return [a["body"] for a in attempts]
+    return [Attempt(**a) for a in attempts]

@@ -1,15 +1,42 @@
-"""One progress bar over a whole training run that says which phase is under way, and the logs above it."""
+"""What a training run shows and logs: one progress bar that names the phase, logs above it, means over steps."""
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import TrainerCallback
+
+
+class StepMetrics(defaultdict[str, list[float]]):
+    """Named values that the steps noted since the last log, one per document; `time/*` are seconds of a phase."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def means(self, accelerator: Accelerator) -> dict[str, float]:
+        """Means over the documents of all processes."""
+        sums = {name: (sum(v), len(v)) for name, v in self.items() if not name.startswith("time/")}
+        parts = gather_object([sums]) if accelerator.num_processes > 1 else [sums]
+        means = {}
+        for name in sorted({name for part in parts for name in part}):
+            total, n = np.sum([part[name] for part in parts if name in part], axis=0)
+            if n:
+                means[name] = float(total / n)
+        return means
+
+    def pop_times(self) -> dict[str, float]:
+        """The seconds of each phase in this process; they are taken out."""
+        names = [name for name in self if name.startswith("time/")]
+        return {name: float(sum(self.pop(name))) for name in names}
 
 
 class PhaseProgress(TrainerCallback):  # type: ignore[misc]
@@ -61,6 +88,8 @@ class PhaseProgress(TrainerCallback):  # type: ignore[misc]
             yield
             return
         before = self._progress.tasks[self._task].description
-        self._progress.update(self._task, description=description, refresh=True)  # also where it is over in no time
+        self._progress.update(
+            self._task, description=description, refresh=True
+        )  # also shows a phase that is over at once
         yield
         self._progress.update(self._task, description=before)

@@ -1,4 +1,4 @@
-"""Settings of the fine-tuning commands: options made from `SDMConfig`, YAML recipes, and values of the right type.
+"""Settings of fine-tuning from outside: YAML recipes, and values of the right type.
 
 A recipe is a flat YAML file. Its keys are the options of `sdmlm train` and the fields of `SDMConfig`, which include those
 of `transformers.TrainingArguments`; what stands on the command line wins over it.
@@ -6,8 +6,6 @@ of `transformers.TrainingArguments`; what stands on the command line wins over i
 
 from __future__ import annotations
 
-import argparse
-import ast
 import dataclasses
 import difflib
 import json
@@ -15,9 +13,8 @@ import math
 import types
 import typing
 from collections.abc import Container, Iterable, Mapping
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sdmlm.storage.text_files import decode
 
@@ -26,89 +23,6 @@ _ELSEWHERE = {"output_dir": "--output", "resume_from_checkpoint": "--resume"}
 _USUAL = {"epochs": "num_train_epochs", "lr": "learning_rate", "batch_size": "per_device_train_batch_size"}  # elsewhere
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "JSON"}
-
-
-# Options
-
-
-class OwnField(NamedTuple):
-    """A field that SDMConfig adds or gives another default."""
-
-    name: str
-    kind: str
-    default: Any
-    help: str
-
-
-def own_fields() -> list[OwnField]:
-    """The fields that SDMConfig itself declares.
-
-    Read from its source, not from the class: that would import torch and transformers, and help must come at once.
-    """
-    tree = ast.parse(files("sdmlm").joinpath("finetuning", "config.py").read_text(encoding="utf-8"))
-    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SDMConfig")
-    found = []
-    for node in config.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
-            given = {k.arg: ast.literal_eval(k.value) for k in node.value.keywords}
-            kind = ast.unparse(node.annotation).removesuffix(" | None")
-            found.append(OwnField(node.target.id, kind, given["default"], given["metadata"]["help"]))
-    return found
-
-
-def add_fields(parser: argparse.ArgumentParser, title: str, only: Container[str] | None = None) -> None:
-    """An option for each of our fields (or `only` those), absent from the namespace unless given; all values as text."""
-    group = parser.add_argument_group(title)
-    for field in own_fields():
-        if only is not None and field.name not in only:
-            continue
-        option = "--" + field.name.replace("_", "-")
-        default = (
-            ""
-            if field.default is None
-            else f" ({str(field.default).lower() if field.kind == 'bool' else field.default})"
-        )
-        help = (field.help + default).replace("%", "%%")
-        if field.kind == "bool":  # the bare option means true
-            group.add_argument(
-                option, nargs="?", const="true", default=argparse.SUPPRESS, metavar="true|false", help=help
-            )
-        else:
-            metavar = {"int": "N", "float": "X"}.get(field.kind, "TEXT")
-            group.add_argument(option, default=argparse.SUPPRESS, metavar=metavar, help=help)
-
-
-def accept_any_option(parser: argparse.ArgumentParser) -> None:
-    """Leave options that the parser does not know in `namespace.more`, for `TrainingArguments` has a hundred of them."""
-    plain = parser.parse_known_args
-
-    def parse(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        found, more = plain([_dashed(a) for a in args], namespace)
-        found.more = more
-        return found, []
-
-    parser.allow_abbrev = False  # --eval must not be taken for one of many
-    parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
-
-
-def _dashed(argument: str) -> str:
-    """--learning_rate, as Hugging Face's scripts have it, is --learning-rate."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
-
-
-def read_options(arguments: list[str]) -> dict[str, str]:
-    """`--name value`, `--name=value` and bare `--name` (true) as a dictionary of texts."""
-    given: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise ValueError(f"{name!r} belongs to no option: give options as --name value.")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        given[name[2:].replace("-", "_")] = value
-    return given
 
 
 # Recipes

@@ -51,7 +51,7 @@ class EpochOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         args, n = self.trainer.args, len(self.trainer.rows)
         seed = args.seed if args.data_seed is None else args.data_seed
-        order = np.random.default_rng([seed, 3, max(0, self.trainer._layer_epoch)]).permutation(n).tolist()
+        order = np.random.default_rng([seed, 3, max(0, self.trainer.layer_epoch)]).permutation(n).tolist()
         return iter(order + [-1] * (len(self) - n))
 
 

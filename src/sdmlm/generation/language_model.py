@@ -31,7 +31,7 @@ from sdmlm.generation.writing import write_answers
 from sdmlm.language_model.decoding import answer_room
 from sdmlm.language_model.encoding import Encoder, Messages, Prompt, PromptIds, VerificationTags
 from sdmlm.language_model.forward import inner_lm
-from sdmlm.language_model.summary import embed_sequences
+from sdmlm.language_model.reading import embed_sequences
 from sdmlm.storage.artifacts import SDM_FOLDER
 
 if TYPE_CHECKING:

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
-
-from sdmlm.language_model.encoding import IGNORED, Encoded, collate
-from sdmlm.language_model.summary import batches_by_length, summarize
-from sdmlm.storage.progress import track
 
 # Settings of a config that make a pass in training mode random; those of heads that a causal LM has not are no matter.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -49,6 +43,14 @@ def allow_inside(model: Any) -> None:
 
     lm.forward = types.MethodType(forward, lm)
     lm._allows_inside = True
+
+
+def call_inside(model: Any, function: Callable[[Any], Any]) -> Any:
+    """function(lm) inside the model's forward pass, or directly for a plain model without `allow_inside`."""
+    lm = inner_lm(model)
+    if hasattr(lm, "get_decoder") and not getattr(lm, "_allows_inside", False):
+        return function(lm)
+    return model(inside=function)
 
 
 def has_dropout(model: Any) -> bool:
@@ -82,85 +84,3 @@ def logits_and_states_of(lm: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
         use_cache=False,
     )
     return out.logits, out.hidden_states[-1]
-
-
-def over_documents(
-    model: Any,
-    documents: Sequence[Encoded],
-    pad_id: int,
-    tokens_per_batch: int,
-    inside: Callable[[Any, dict[str, Tensor], Tensor], Any],
-    rank: int = 0,
-    world: int = 1,
-    progress: bool = False,
-) -> list[Any]:
-    """What `inside(lm, batch, numbers of its documents)` gives for the batches of this process, in evaluation mode.
-
-    The batches are the same however many processes share them, and each process makes the same number of calls, which
-    FSDP needs: one that has no batch left repeats a document and drops the answer.
-    """
-    batches = batches_by_length([len(d.input_ids) for d in documents], tokens_per_batch)
-    own = batches[rank::world]
-    answers = []
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for n in track(range(-(-len(batches) // world)), "Reading documents", progress):
-                members = own[n] if n < len(own) else batches[0][:1]
-                batch = collate([documents[i] for i in members], pad_id)
-                batch = {name: t.to(model.device) for name, t in batch.items()}
-                numbers = torch.tensor(members, device=model.device)
-                answer = model(inside=lambda lm, batch=batch, numbers=numbers: inside(lm, batch, numbers))
-                if n < len(own):
-                    answers.append(answer)
-    finally:
-        model.train(was_training)
-    return answers
-
-
-@dataclass
-class CountedStates:
-    """The states that predict a counted token, of the documents this process has read: what a loss needs later."""
-
-    states: Tensor  # (T, H)
-    targets: Tensor  # (T,)
-    documents: Tensor  # (T,): which document each belongs to
-
-
-def read_documents(
-    model: Any,
-    documents: Sequence[Encoded],
-    pad_id: int,
-    tokens_per_batch: int,
-    rank: int = 0,
-    world: int = 1,
-    keep_states: bool = False,
-    progress: bool = False,
-) -> tuple[Tensor, CountedStates]:
-    """h of every document (N, 2H) on every process, from one pass, in evaluation mode.
-
-    With `keep_states` the states at counted positions come along, so that a loss can be taken without a second pass.
-    """
-
-    def inside(lm: Any, batch: dict[str, Tensor], numbers: Tensor) -> tuple[Tensor, ...]:
-        states = states_of(lm, batch)
-        h = summarize(states, batch["verified_at"], batch["attention_mask"])
-        labels = batch["labels"][:, 1:]
-        row, position = (labels != IGNORED).nonzero(as_tuple=True)
-        if not keep_states:
-            row, position = row[:0], position[:0]
-        kept = states[row, position], labels[row, position], numbers[row]
-        return tuple(t.cpu() for t in (numbers, h, *kept))
-
-    found = over_documents(model, documents, pad_id, tokens_per_batch, inside, rank, world, progress)
-    everything = [(numbers, h) for numbers, h, *_ in found]
-    if world > 1:
-        everything = gather_object(everything)
-    out = torch.empty(len(documents), everything[0][1].shape[1])
-    for numbers, h in everything:
-        out[numbers] = h
-    if not found:
-        empty = torch.empty(0, dtype=torch.long)
-        return out, CountedStates(torch.empty(0, out.shape[1] // 2), empty, empty)
-    return out, CountedStates(*(torch.cat(parts) for parts in zip(*(kept for _, _, *kept in found), strict=True)))

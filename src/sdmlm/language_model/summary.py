@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdmlm.storage.progress import track
-
 
 def summarize(states: Tensor, at: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """h of each row of `states` (B, L, H), read at position `at` (B,); returns (B, 2H) in float32.
@@ -45,42 +43,6 @@ def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> list[lis
             batch = []
         batch.append(index)
     return [*batches, batch] if batch else batches
-
-
-@torch.inference_mode()
-def embed_sequences(
-    model: Any,
-    sequences: Sequence[Sequence[int]],
-    at: Sequence[int] | None = None,
-    tokens_per_batch: int = 4096,
-    progress: bool = True,
-) -> Tensor:
-    """h of token sequences under a Hugging Face causal LM, (N, 2H) float32 on the CPU.
-
-    `at` is the position each h is read at (default: the last token). Sequences are sorted by length and padded on the
-    right, where causal attention cannot see the padding; the output embedding is never applied.
-    """
-    was_training = model.training
-    model.eval()
-    decoder, device = model.get_decoder(), model.device
-    ends = [len(s) - 1 for s in sequences] if at is None else list(at)
-    kept = [list(s[: end + 1]) for s, end in zip(sequences, ends, strict=True)]
-    out: Tensor | None = None
-    for batch in track(batches_by_length([len(s) for s in kept], tokens_per_batch), "Reading states", progress):
-        longest = max(len(kept[i]) for i in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, i in enumerate(batch):
-            ids[row, : len(kept[i])] = torch.tensor(kept[i])
-            mask[row, : len(kept[i])] = 1
-        ids, mask = ids.to(device), mask.to(device)
-        states = decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        h = summarize(states, mask.sum(dim=1) - 1, mask).cpu()
-        if out is None:
-            out = torch.empty(len(kept), h.shape[1])
-        out[batch] = h
-    model.train(was_training)
-    return torch.empty(0, 0) if out is None else out
 
 
 class GenerationReader:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands.calibrate import REWARD_HELP
 from sdmlm.cli.commands.generate import add_model, add_writing, load, policy
+from sdmlm.cli.layer_tables import REWARD_HELP
 from sdmlm.storage.record import held_out
 
 if TYPE_CHECKING:

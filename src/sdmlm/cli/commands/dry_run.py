@@ -6,126 +6,37 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands import calibrate
-from sdmlm.cli.commands.plan import Plan, announce
 from sdmlm.finetuning.processes import is_main_process
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from sdmlm.finetuning.rehearsal import Rehearsal
+    from sdmlm.finetuning.run import TrainingRun
     from sdmlm.language_model.encoding import Encoded, Encoder
-    from sdmlm.language_model.rows import PreferenceRow
 
 
-def rehearse(args: argparse.Namespace, plan: Plan) -> None:
+def show(args: argparse.Namespace, run: TrainingRun) -> None:
     """Lengths, classes, memory, steps, and three documents as the loss sees them; fails where training would."""
-    from sdmlm.finetuning.final_layer import check_draws, positives
+    from sdmlm.finetuning.rehearsal import check_trainable, rehearse
+    from sdmlm.finetuning.run import warn_about
 
-    encoded, lengths = _encode_all(plan)
-    positive = {
-        "train": positives(plan.config, len(plan.train), epoch=1),
-        "calibration": positives(plan.config, len(plan.calibration), epoch=0),
-    }
-    facts = {
-        "model": plan.settings["model"],
-        "data": plan.data,
-        "lengths": lengths,
-        "documents": {name: {"positive": sum(p), "negative": len(p) - sum(p)} for name, p in positive.items()},
-        "memory": _memory(plan, encoded),
-        "steps": _steps(plan),
-    }
+    rehearsal, out = rehearse(run), common.console(args)
     if is_main_process():
-        out = common.console(args)
-        announce(plan)
-        _show_examples(out, plan, encoded, positive["train"])
-        _show_facts(out, facts)
+        warn_about(run)
+        _show_examples(out, run.encoder, rehearsal)
+        _show_summary(out, rehearsal.summary)
         if args.json:
-            common.print_json(facts)
-    if lengths["refused"]:
-        # Nothing would be trained: say so as training would.
-        for source in plan.sources:
-            calibrate.check_lengths(plan.encoder, source.rows, source.source)
-    check_draws(plan.config, len(plan.train), len(plan.calibration))
+            common.print_json(rehearsal.summary)
+    check_trainable(run, rehearsal)
     if is_main_process():
-        common.console(args).print("Dry run: nothing was trained or written.")
+        out.print("Dry run: nothing was trained or written.")
 
 
-def _encode_all(plan: Plan) -> tuple[list[tuple[Encoded, Encoded] | None], dict[str, Any]]:
-    """(positive, negative) of every training row, None for a row that is refused; and how long documents are."""
-    from dataclasses import replace
-
-    from sdmlm.storage.progress import track
-
-    encoder, unbounded = plan.encoder, replace(plan.encoder, max_length=None)
-    limit = encoder.max_length
-    lengths, over, refused = [], 0, 0
-    encoded: list[tuple[Encoded, Encoded] | None] = []
-    for row in track([*plan.train, *plan.calibration], "Encoding", is_main_process()):
-        pair = _pair(unbounded, row)
-        longest = max(len(e.input_ids) for e in pair)
-        lengths.append(longest)
-        kept: tuple[Encoded, Encoded] | None = pair
-        if limit is not None and longest > limit:
-            over += 1
-            try:
-                kept = _pair(encoder, row)
-            except ValueError:
-                kept, refused = None, refused + 1
-        encoded.append(kept)
-    ordered = sorted(lengths)
-    facts = {
-        "longest": ordered[-1],
-        "median": ordered[len(ordered) // 2],
-        "limit": limit,
-        "over": over,
-        "refused": refused,
-    }
-    return encoded[: len(plan.train)], facts
-
-
-def _pair(encoder: Encoder, row: PreferenceRow) -> tuple[Encoded, Encoded]:
-    return encoder.encode(row["prompt"], row["chosen"], True), encoder.encode(row["prompt"], row["rejected"], False)
-
-
-def _memory(plan: Plan, encoded: list[tuple[Encoded, Encoded] | None]) -> dict[str, int]:
-    """Bytes on one device without sharding; activations, which depend on the attention used, come on top."""
-    from sdmlm.finetuning.loss import CHUNK_NUMEL
-    from sdmlm.language_model.encoding import IGNORED
-
-    parameters = list(plan.skeleton.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    vocabulary = plan.skeleton.config.get_text_config().vocab_size
-    counted = sorted((sum(label != IGNORED for label in pair[0].labels) for pair in encoded if pair), reverse=True)
-    tokens = min(max(1, CHUNK_NUMEL // vocabulary), sum(counted[: plan.config.per_device_train_batch_size]))
-    total = sum(p.numel() for p in parameters)
-    sizes = {
-        "weights": 4 * total,  # float32, whatever autocast computes in
-        "gradients": 4 * trainable,
-        "optimizer": 8 * trainable,  # AdamW's two moments
-        "logits": 4 * tokens * vocabulary,
-    }
-    return {"parameters": total, "trainable": trainable, **sizes, "total": sum(sizes.values())}
-
-
-def _steps(plan: Plan) -> dict[str, int]:
-    """As SDMTrainer counts them."""
-    config, n = plan.config, len(plan.train)
-    documents = config.train_batch_size * config.world_size
-    batches = n // documents if config.dataloader_drop_last else -(-n // documents)
-    epoch = max(1, -(-batches // config.gradient_accumulation_steps))
-    total = config.max_steps if config.max_steps > 0 else -(-epoch * config.num_train_epochs // 1)
-    chance = (1 - config.gamma_plus) * config.gamma_gen * config.gamma_diversity * config.hard_negatives
-    return {
-        "batch": documents * config.gradient_accumulation_steps,
-        "per_epoch": epoch,
-        "total": int(total),
-        "generations_per_epoch": round(n * chance),
-    }
-
-
-def _show_examples(out: Any, plan: Plan, encoded: list[tuple[Encoded, Encoded] | None], positive: list[bool]) -> None:
+def _show_examples(out: Any, encoder: Encoder, rehearsal: Rehearsal) -> None:
     from rich.text import Text
 
+    encoded, positive = rehearsal.pairs, rehearsal.positive
     whole = [i for i, pair in enumerate(encoded) if pair]
     if not whole:
         return
@@ -141,7 +52,7 @@ def _show_examples(out: Any, plan: Plan, encoded: list[tuple[Encoded, Encoded] |
         document = pair[0 if verified else 1]
         kind = "positive" if verified else "negative"
         out.rule(Text(f"training row {i}, {kind}, {len(document.input_ids)} tokens"), align="left", characters="-")
-        out.print(example_text(plan.encoder, document), soft_wrap=True)
+        out.print(example_text(encoder, document), soft_wrap=True)
 
 
 _COUNTED, _COUNTED_STYLE, _MARK = ("[[", "]]"), "bold underline green", "<-h"
@@ -168,11 +79,11 @@ def _legible(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
-def _show_facts(out: Any, facts: dict[str, Any]) -> None:
-    lengths, memory, steps = facts["lengths"], facts["memory"], facts["steps"]
+def _show_summary(out: Any, summary: dict[str, Any]) -> None:
+    lengths, memory, steps = summary["lengths"], summary["memory"], summary["steps"]
     table = common.rich_table("Rows", ("rows", "source", "used", "positive", "negative"), left=["rows", "source"])
-    for name, documents in facts["documents"].items():
-        row = facts["data"][name]
+    for name, documents in summary["documents"].items():
+        row = summary["data"][name]
         table.add_row(name, row["source"], str(row["used"]), str(documents["positive"]), str(documents["negative"]))
     out.print(table)
     limit = "no limit" if lengths["limit"] is None else f"limit {lengths['limit']}"

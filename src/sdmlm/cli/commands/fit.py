@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
@@ -71,40 +70,13 @@ def _calibration(held: Embeddings, path: str, data: Embeddings) -> tuple[Any, An
 
 def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
     """What came of the fit, over the calibration points of the best round."""
-    from sdmlm.estimator.activation import sdm_losses
-    from sdmlm.estimator.layer import ALPHA_GRID
+    from sdmlm.estimator.calibration_summary import highest_alpha_with_region, summarize_calibration
 
-    ca, region = estimator.layers_[0].calibration, estimator.region_
-    losses = sdm_losses(ca.z, ca.q, ca.d, ca.labels).numpy()
-    labels, right = ca.labels.numpy(), (ca.predictions == ca.labels).numpy()
-    inside, strange = region.contains(ca.q_prime, ca.p, ca.predictions).numpy(), (ca.q == 0).numpy()
-    classes = {}
-    for c, name in enumerate(names):
-        own = labels == c
-        classes[name] = {
-            "points": own.sum(),
-            "loss": losses[own].mean(),
-            "accuracy": right[own].mean(),
-            "psi": region.psi[c],
-            "accepted": (own & inside).sum(),
-            "accuracy_accepted": right[own & inside].mean() if (own & inside).any() else None,
-        }
-    layer = estimator.layers_[0]
     return {
-        **region.to_dict(names),
-        # The first from above: a region costs a run of Algorithm 1.
-        "highest_alpha": next((a for a in reversed(ALPHA_GRID) if math.isfinite(layer.region(a).q_min)), None),
-        "loss": estimator.loss_,
+        **summarize_calibration(estimator).to_dict(names),
+        "highest_alpha": highest_alpha_with_region(estimator),
         "rounds": len(estimator.layers_) if estimator.ensemble else estimator.rounds,
-        "support": len(estimator.layers_[0].support),
-        "calibration": {
-            "points": len(labels),
-            "accepted": inside.sum(),
-            "out_of_distribution": strange.sum(),
-            "accuracy": right.mean(),
-            "accuracy_accepted": right[inside].mean() if inside.any() else None,
-            "classes": classes,
-        },
+        "support": len(estimator.support_ids_),
     }
 
 

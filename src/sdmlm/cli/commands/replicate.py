@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands import calibrate, train
-from sdmlm.cli.commands.plan import OPTIONS, Plan, is_free, make_plan, read_settings, record_to_resume
 from sdmlm.finetuning import recipe
 from sdmlm.finetuning.processes import is_main_process
+from sdmlm.finetuning.settings import may_change_on_resume, read_settings, record_to_resume, setting_types
 from sdmlm.language_model.loading import require_transformers
 from sdmlm.storage.record import read_record
 
 if TYPE_CHECKING:
+    from sdmlm.finetuning.settings import RunSettings
     from sdmlm.language_model.rows import PreferenceRows
 
 EXAMPLES = """\
@@ -72,19 +72,13 @@ class Job:
     def name(self) -> str:
         return f"{self.folder.parent.name}, seed {self.seed}"
 
-    def arguments(self) -> argparse.Namespace:
-        """What `sdmlm train` would be given."""
-        return argparse.Namespace(
-            recipe=str(self.recipe),
-            output=str(self.folder),
-            reward=self.settings["reward"],
-            more=[f"--seed={self.seed}"],
-            resume=True,
-            dry_run=False,
-        )
+    def run_settings(self, record: dict[str, Any] | None) -> RunSettings:
+        """The settings of the training run."""
+        own = {"output": str(self.folder), "reward": self.settings["reward"], "seed": self.seed}
+        return read_settings(own, str(self.recipe), record, resume=True)
 
     def record(self) -> dict[str, Any] | None:
-        return record_to_resume(self.arguments())
+        return record_to_resume(self.folder, resume=True)
 
     def facts(self) -> dict[str, Any]:
         """What is written with every evaluation of this run."""
@@ -175,8 +169,7 @@ def _recipes(given: list[str]) -> list[Path]:
 def _settings(path: Path) -> dict[str, Any]:
     from sdmlm.experiments.evaluate import load_task
 
-    kinds = {**{name: kind | None for name, kind in OPTIONS.items()}, **recipe.field_types()}
-    settings = recipe.typed(recipe.read_recipe(str(path)), kinds, str(path))
+    settings = recipe.typed(recipe.read_recipe(str(path)), setting_types(), str(path))
     for name, what in (("model", "a model"), ("data", "rows"), ("task", "a task"), ("tests", "test sets")):
         if not settings.get(name):
             raise ValueError(f"{path} names no {name}: `sdmlm replicate` needs {what}.")
@@ -191,7 +184,9 @@ def _settings(path: Path) -> dict[str, Any]:
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Sequence[str] = ()) -> str | None:
     """The first setting in which two runs differ, of those that make a run another one or are `counted`."""
     for name in {**one, **other}:
-        free = (is_free(name) and name not in counted) or name.endswith("_token")  # no record keeps a token
+        free = (may_change_on_resume(name) and name not in counted) or name.endswith(
+            "_token"
+        )  # no record keeps a token
         default = recipe.field_default(name)
         if not free and one.get(name, default) != other.get(name, default):
             return name
@@ -204,7 +199,9 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Seque
 def _check(jobs: list[Job]) -> None:
     """Refuse folders of other runs, settings and rows that cannot be used, before hours of work; the same rows once."""
     from sdmlm.experiments.evaluate import check_test_rows, load_task
-    from sdmlm.finetuning.final_layer import check_draws
+    from sdmlm.finetuning.layers import check_draws
+    from sdmlm.finetuning.run import prepare_run
+    from sdmlm.finetuning.training_rows import encode_rows
     from sdmlm.rewards import load_reward
 
     names = (
@@ -222,17 +219,18 @@ def _check(jobs: list[Job]) -> None:
             for test in _left(job):
                 check_test_rows(task, reward, (rows := _rows(job, test)).rows, rows.source)
             continue  # no more is needed than the model
-        settings, config = read_settings(job.arguments(), record)
+        settings = job.run_settings(record)
         key = json.dumps([job.settings.get(name) for name in names])
         if key not in seen:
-            plan = make_plan(settings, config, record)
+            run = prepare_run(settings, record)
+            run.encoded()  # refuses rows that are too long
             tests = [_rows(job, test) for test in job.settings["tests"]]
-            for source in (*plan.sources, *tests):
-                calibrate.check_lengths(plan.encoder, source.rows, source.source)
+            for source in tests:
+                encode_rows(source.rows, run.encoder, source.source)
             for rows in tests:
                 check_test_rows(task, reward, rows.rows, rows.source)
-            seen[key] = len(plan.train), len(plan.calibration)
-        check_draws(config, *seen[key])
+            seen[key] = run.data["train"]["used"], run.data["calibration"]["used"]
+        check_draws(settings.config, *seen[key])
 
 
 def _check_stored(jobs: Sequence[Job], output: str) -> None:
@@ -340,11 +338,6 @@ def _layer(job: Job) -> str:
     return layer_sha256(job.folder / SDM_FOLDER)
 
 
-def _plan(job: Job, record: dict[str, Any] | None) -> Plan:
-    settings, config = read_settings(job.arguments(), record)
-    return make_plan(settings, config, record)
-
-
 def _show_plan(args: argparse.Namespace, jobs: list[Job]) -> None:
     rows: list[dict[str, Any]] = []
     for job in jobs:
@@ -370,12 +363,14 @@ def _show_plan(args: argparse.Namespace, jobs: list[Job]) -> None:
 
 def _train(job: Job, title: str) -> None:
     """Fine-tune unless that is done; the checkpoints of a finished run go."""
+    from sdmlm.finetuning import run
+
     record = job.record()
     if record is None or record["status"] != "finished":
         if is_main_process():
             common.warn(f"{title}: {'training' if record is None else 'training goes on'}")
         try:
-            train.train(_plan(job, record), resume=True)
+            run.train(run.prepare_run(job.run_settings(record), record), resume=True)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on from the last checkpoint.") from None
         gc.collect()  # the trainer refers to itself

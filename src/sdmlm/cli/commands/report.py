@@ -26,9 +26,9 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
+    from sdmlm.estimator.calibration_summary import summarize_calibration
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.evaluation.lm_evaluation import read_evaluations
-    from sdmlm.finetuning.final_layer import layer_metrics
     from sdmlm.generation.feedback import load_feedback, with_feedback
     from sdmlm.generation.search_calibration import load_searches
     from sdmlm.language_model.sdm_folder import layer_sha256, read_lm_metadata
@@ -54,6 +54,6 @@ def run(args: argparse.Namespace) -> None:
         common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
     write_report(output, folder.name, estimator, facts, read_record(folder), runs, searches, len(feedback.items))
     if args.json:
-        common.print_json({"output": output, "tests": sorted(runs), **layer_metrics(estimator)})
+        common.print_json({"output": output, "tests": sorted(runs), **summarize_calibration(estimator).metrics()})
         return
     common.console(args).print(f"Written: {output}", markup=False, soft_wrap=True)

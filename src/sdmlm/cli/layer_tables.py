@@ -1,0 +1,75 @@
+"""How `sdmlm train` and `sdmlm calibrate` show the final SDM layer of a language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdmlm.cli import common
+
+ROWS_HELP = "rows of prompt, chosen, rejected: .jsonl, .json, .parquet, or a data set of the Hub (org/name:split)"
+REWARD_HELP = "r, as module:function (default: the completion equals chosen)"
+
+# Below this share of right answers the LM is the problem, whatever its SDM layer does.
+FEW_RIGHT = 0.05
+
+
+def show_answers(out: Any, summary: dict[str, Any]) -> None:
+    """How many calibration prompts the LM answered rightly; where next to none, that this is the problem to solve."""
+    answers = summary.get("answers")  # not in the records of older versions
+    if not answers or not answers["prompts"]:
+        return
+    right, prompts = answers["right"], answers["prompts"]
+    out.print(f"The LM answered {right} of {prompts} calibration prompts rightly (by the reward, greedily).")
+    if right >= FEW_RIGHT * prompts:
+        return
+    losses = summary.get("training_loss")
+    course = ""
+    if losses:
+        fell = losses["last"] < 0.8 * losses["first"]
+        change = "fell" if fell else "hardly fell"
+        course = f"Its training loss {change}, from {losses['first']:.3g} to {losses['last']:.3g}. "
+    out.print(
+        "The language model is the problem, not its SDM layer: the layer can only tell your chosen answers from wrong "
+        "ones, and an accuracy below is about that, not about answers that the LM gives. "
+        f"{course}Try a higher --learning-rate, more --num-train-epochs or rows, or a larger --model; and check that "
+        "--reward accepts your chosen answers.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def show_layer(out: Any, summary: dict[str, Any]) -> None:
+    """The final SDM layer in a table and two sentences."""
+    from rich.text import Text
+
+    ca = summary["calibration"]
+    columns = ("verified", "points", "mean q", "accuracy", "psi", "accepted", "accuracy accepted")
+    table = common.rich_table("The final SDM layer over its calibration half", columns, left=["verified"])
+    for name, row in ca["classes"].items():
+        accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
+        numbers = f"{row['mean_q']:.1f}", f"{row['accuracy']:.1%}", _number(row["psi"])
+        accepted = common.percent(row["accepted"], row["points"])
+        table.add_row(Text(name), str(row["points"]), *numbers, accepted, accuracy)
+    out.print(table)
+    share = common.percent(ca["accepted"], ca["points"])
+    out.print(f"alpha {summary['alpha']:g}: q'min {_number(summary['q_min'])}, balanced loss {summary['loss']:.4f}")
+    out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else common.number(value)  # None where it comes from JSON, which has no infinity
+
+
+def show_next(out: Any, folder: str, summary: dict[str, Any]) -> None:
+    """What a person may do with an SDM LM."""
+    out.print(
+        f"Next: sdmlm report {folder}, sdmlm chat {folder}, sdmlm serve {folder}, or in Python "
+        f'SDMLanguageModel.from_pretrained("{folder}").',
+        markup=False,
+        soft_wrap=True,
+    )
+    if not summary["calibration"]["accepted"]:
+        common.warn(
+            f"{common.nothing_accepted(summary)} or another --sdm-learning-rate (small models need more) with sdmlm calibrate "
+            f"{folder} --data ROWS --force, more rows, or longer training."
+        )

@@ -1,0 +1,124 @@
+"""A new SDM layer over a language model that exists already, fine-tuned or not: what `sdmlm calibrate` does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdmlm.estimator.persistence import KIND
+from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
+from sdmlm.finetuning.final_layer import answers_metadata, fit_over_calibration, save_final_layer
+from sdmlm.finetuning.layers import position_limit
+from sdmlm.finetuning.processes import is_main_process
+from sdmlm.finetuning.run import layer_summary
+from sdmlm.finetuning.training_rows import completion_room, encode_rows
+from sdmlm.language_model.encoding import Encoder
+from sdmlm.language_model.forward import inner_lm
+from sdmlm.language_model.loading import load_lm, load_tokenizer
+from sdmlm.language_model.rows import read_preferences
+from sdmlm.language_model.sdm_folder import LM_FILE
+from sdmlm.rewards import check_reward, reward_as_fitted
+from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER
+from sdmlm.storage.output_paths import check_artifact_folder, check_output_file, whole_folder
+from sdmlm.storage.record import copy_record, held_out
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """What `calibrate` is asked to do.
+
+    `output` is a new folder for the model with its `sdm/`; None writes `sdm/` into the model's own folder, which
+    needs `force` where there is one already. `changes` are fields of `SDMConfig`; the others are those of the present
+    SDM layer, if there is one, so that a new layer sees documents in the same form.
+    """
+
+    model: str
+    data: str
+    output: str | None = None
+    force: bool = False
+    reward: str | None = None
+    changes: Mapping[str, Any] | None = None
+
+
+def calibrate(run: CalibrationRun) -> dict[str, Any]:
+    """Fit the SDM layer, save it and return the summary."""
+    present = _present_settings(run.model)
+    present_reward = {"reward": present.pop("reward")} if "reward" in present else {}
+    config = SDMConfig(**{"output_dir": None, "report_to": "none", **present, **(run.changes or {})})
+    target = _checked_target(run)
+    data = read_preferences(run.data, config.tags())
+    rows = held_out(data.rows, data.sha256, run.model)
+    reward = reward_as_fitted(run.reward, present_reward)
+    tokenizer = load_tokenizer(run.model)
+    if len(rows) < len(data):
+        warnings.warn(
+            f"{data.source} was split for training: only the {len(rows)} rows are used that were held out.",
+            stacklevel=2,
+        )
+    check_reward(reward, rows)
+    model = load_lm(run.model, "auto").to(config.device)
+    encoder = Encoder(tokenizer, config.tags(), position_limit(model, config.max_length), config.truncate_prompt)
+    encoded = encode_rows(rows, encoder, data.source)
+    config.max_new_tokens = config.max_new_tokens or completion_room(encoder, rows)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
+        layer = fit_over_calibration(model, encoder, encoded, config, reward)
+    source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
+    if is_main_process():
+        weights = inner_lm(model).state_dict()
+        if run.output is None:
+            folder = target / SDM_FOLDER
+            save_final_layer(folder, layer.estimator, weights, encoder, config, reward, False, source)
+        else:
+            with whole_folder(target) as partial:
+                model.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+                copy_record(run.model, partial)
+                folder = partial / SDM_FOLDER
+                save_final_layer(folder, layer.estimator, weights, encoder, config, reward, False, source)
+    return {
+        "output": str(target),
+        "model": run.model,
+        "data": source,
+        "answers": answers_metadata(layer.answers),
+        **layer_summary(layer.estimator, config.tags()),
+    }
+
+
+def _present_settings(model: str) -> dict[str, Any]:
+    """How documents were put to this model when its present SDM layer was fitted, and the settings of that layer.
+
+    lm.json is not read by `read_lm_metadata`, which refuses the folder of an interrupted save: this command repairs
+    such a folder, and the older metadata are right.
+    """
+    sdm, settings = Path(model) / SDM_FOLDER, {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        metadata = json.loads((sdm / LM_FILE).read_text(encoding="utf-8"))
+        names = ("max_length", "truncate_prompt", "max_new_tokens")
+        settings = {"verification_tags": metadata["tags"], **{name: metadata[name] for name in names}}
+        settings |= {"reward": metadata["reward"]} if "reward" in metadata else {}
+        if metadata["training"] is not None:
+            settings |= {name: metadata["training"][name] for name in ("gamma_plus", "seed")}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        parameters = json.loads((sdm / CONFIG).read_text(encoding="utf-8"))["parameters"]
+        settings |= {field: parameters[parameter] for parameter, field in LAYER_FIELDS.items()}
+    return settings
+
+
+def _checked_target(run: CalibrationRun) -> Path:
+    """The folder that `sdm/` goes into, refused if something there would be replaced."""
+    if run.output is not None:
+        folder = Path(run.output)
+        if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+            raise ValueError(f"{run.output} is not empty: name a new folder (or leave --output out to write DIR/sdm).")
+        check_output_file(folder / "x")
+        return folder
+    if not Path(run.model).is_dir():
+        raise ValueError(f"{run.model} is not a folder here: give --output, a new folder for the model with its sdm/.")
+    check_artifact_folder(Path(run.model) / SDM_FOLDER, KIND, run.force)
+    return Path(run.model)

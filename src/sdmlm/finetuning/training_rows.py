@@ -1,0 +1,61 @@
+"""Rows on their way into training: checked, called by the reward and encoded once, then passed on in that form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sdmlm.language_model.encoding import Encoded, Encoder, check_rows, completion_text
+from sdmlm.rewards import Reward, check_reward
+
+PreferenceRow = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRow:
+    """A row that was checked, with both of its documents as token ids."""
+
+    columns: PreferenceRow
+    positive: Encoded
+    negative: Encoded
+
+    def document(self, positive: bool) -> Encoded:
+        """The encoded positive or (static) negative document."""
+        return self.positive if positive else self.negative
+
+
+TrainingRows = list[TrainingRow]
+
+
+def encode_rows(rows: Iterable[PreferenceRow], encoder: Encoder, source: str) -> TrainingRows:
+    """Encode rows that were checked already; a row that is too long is named by its number in `source`."""
+    encoded = []
+    for number, row in enumerate(rows):
+        name = f"{number} of {source}"
+        positive = encoder.encode(row["prompt"], row["chosen"], True, row=name)
+        negative = encoder.encode(row["prompt"], row["rejected"], False, row=name)
+        encoded.append(TrainingRow(row, positive, negative))
+    return encoded
+
+
+def training_rows(
+    rows: Iterable[PreferenceRow] | Sequence[TrainingRow], encoder: Encoder, reward: Reward, name: str
+) -> TrainingRows:
+    """Rows of any data set, checked and encoded; `TrainingRow`s have been and are taken as they are."""
+    given = list(rows)
+    if given and all(isinstance(row, TrainingRow) for row in given):
+        return given  # type: ignore[return-value]
+    plain = [dict(row) for row in given]  # type: ignore[arg-type, call-overload]
+    try:
+        check_rows(plain, encoder.tags)
+    except ValueError as error:
+        raise ValueError(f"The {name} rows cannot be used. {error}") from error
+    check_reward(reward, plain)
+    return encode_rows(plain, encoder, f"the {name} rows")
+
+
+def completion_room(encoder: Encoder, rows: Iterable[PreferenceRow]) -> int:
+    """Tokens that a generation may take: the longest completion of the rows and 8 more."""
+    texts = [completion_text(row[name]) for row in rows for name in ("chosen", "rejected")]
+    return max(len(encoder.continuation(text)) for text in texts) + encoder.suffix_length + 8
