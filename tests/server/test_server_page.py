@@ -198,9 +198,9 @@ STRANGE = {
 }
 OUTCOMES: list[tuple[dict[str, Any], str]] = [
     ({"accepted": True, "verdict": "Yes", "verified": True, "out_of_distribution": False}, "Verified"),
-    ({"accepted": True, "verdict": "No", "verified": False, "out_of_distribution": False}, "Known wrong"),
-    ({"accepted": False, "verified": False, "out_of_distribution": False}, "Rejected"),
-    (STRANGE, "Out of distribution"),
+    ({"accepted": True, "verdict": "No", "verified": False, "out_of_distribution": False}, "Judged wrong"),
+    ({"accepted": False, "verified": False, "out_of_distribution": False}, "Not verified: a person should look"),
+    (STRANGE, "Not verified, out of distribution: a person should look"),
 ]
 
 
@@ -212,7 +212,9 @@ def test_the_four_outcomes(visit: Visit, served: Served, changes: dict[str, Any]
     expect(page.locator("#verdict strong")).to_have_text(name)
     expect(page.locator("#verdict svg use")).to_have_count(1)  # a shape, not colour alone
     expect(page.locator("#news")).to_contain_text(name)  # for screen readers
-    if name == "Out of distribution":
+    verdict = changes.get("verdict", "Yes")
+    expect(page.locator("#verdict span")).to_contain_text(f"Verdict: {verdict}.")  # whatever becomes of the answer
+    if "out of distribution" in name:
         expect(page.locator("#alpha-effect")).to_contain_text("q = 0, out of distribution at every alpha")
 
 
@@ -226,6 +228,105 @@ def test_text_is_never_taken_for_html(visit: Visit, served: Served) -> None:
     expect(page.locator("#exemplars-list")).to_contain_text(bad)
     assert page.locator("img").count() == 0
     assert page.title() != "taken"
+
+
+def test_hidden_characters_are_marked(visit: Visit, served: Served) -> None:
+    """Bidirectional and zero-width characters could make an answer read as another."""
+    hidden = [
+        "\u202e",
+        "\u2066",
+        "\u200b",
+        "\u200f",
+        "\ufeff",
+        "\u00ad",
+        "\u061c",
+        "\u3164",
+        "\x1b",
+        "\x9b",
+        "\U000e0041",
+    ]
+    text = "".join(f"a{c}" for c in hidden)
+    exemplar = {"id": text, "label": 1, "prediction": 0, "distance": 1.0, "text": text}
+    page = visit(served)
+    page.route(ASK, altered(text=text, reason=text, exemplars=[exemplar]))
+    judged(page)
+    codes = [f"U+{ord(c):04X}" for c in hidden]
+    for place, times in (("#answer", 1), ("#reason", 1), ("#exemplars-list", 2)):
+        assert page.locator(f"{place} mark").all_inner_texts() == codes * times, place
+        assert not set(hidden) & set(page.locator(place).inner_text())
+    page.unroute(ASK)
+    run_batch(page, [json.dumps({"prompt": "abc=" + text})], 1)
+    assert page.locator("#batch-rows td.long").first.locator("mark").all_inner_texts() == codes
+
+
+def test_the_start_says_what_this_is(visit: Visit, served: Served) -> None:
+    page = visit(served)
+    expect(page.locator(".intro")).to_contain_text("a second model judges the answer")
+    expect(page.locator("#measured")).to_contain_text("has not been measured")
+
+    def with_figures(route: Route) -> None:
+        figures = {"name": "test", "prompts": 200, "alpha": 0.95, "verified": 26, "verified_right": 25}
+        route.fulfill(json={**route.fetch().json(), "measured": [figures]})
+
+    page = visit(served, lambda page: page.route("**/v1/sdm", with_figures))
+    expect(page.locator("#measured")).to_have_text(
+        "Measured on this model's own answers to 200 prompts (test, alpha 0.95): 13.0% verified, 96.2% of these right."
+    )
+    expect(page.locator("#curve-text")).to_contain_text(
+        "These are not the model's own answers: 54.2% of them are negatives"
+    )
+
+
+def test_an_exemplar_shows_what_differs(visit: Visit, served: Served) -> None:
+    shared = "Put the words into their order :"
+    exemplar = {"label": 1, "prediction": 1, "distance": 1.0, "id": 7}
+    exemplar["text"] = f"<|user|>{shared} b a<|end|><|assistant|>The answer is a b\n<verified>"
+    tokens = {"control_tokens": ["<|assistant|>", "<|user|>", "<|end|>"]}
+    page = visit(served, lambda p: p.route("**/v1/sdm", lambda r: r.fulfill(json={**r.fetch().json(), **tokens})))
+    page.route(ASK, altered(exemplars=[exemplar]))
+    judged(page, f"{shared} d c")
+    card = page.locator("#exemplars-list .document")
+    assert card.inner_text().split() == f"{shared} b a The answer is a b".split()
+    assert card.locator(".shared").all_inner_texts() == [shared + " "]
+    assert card.evaluate("e => e.scrollTop") == 0  # its first line is there
+
+
+def test_this_answer_can_be_read_among_the_dots(visit: Visit, served: Served) -> None:
+    page = visit(served)
+    judged(page)
+    label, back = (
+        page.locator(f"#scatter {c}").evaluate("e => e.getBoundingClientRect().toJSON()")
+        for c in (".here-text", ".label-back")
+    )
+    assert back["left"] <= label["left"]
+    assert back["right"] >= label["right"]
+    assert back["top"] <= label["top"] + 2
+    assert back["bottom"] >= label["bottom"] - 2
+    order = "e => [...e.querySelectorAll('*')].map((x) => x.getAttribute('class'))"
+    classes = page.locator("#scatter svg").evaluate(order)
+    assert max(i for i, c in enumerate(classes) if c in ("yes", "no")) < classes.index("label-back")
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_batch_shows_whole_answers_and_reasons_on_the_screen(visit: Visit, served: Served, width: int) -> None:
+    long = "word " * 150 + "END"
+
+    def with_long_text(route: Route) -> None:
+        answer = route.fetch().json()
+        answer["choices"][0]["sdm"].update(text=long, reason="Because. " * 20)
+        route.fulfill(json=answer)
+
+    page = visit(served, viewport={"width": width, "height": 800})
+    page.route(ASK, with_long_text)
+    run_batch(page, ['"abc="'], 1)
+    for place in ("td.long:nth-child(4) > div", ".reason-cell", "td.kind"):
+        box = page.locator(f"#batch-rows {place}").evaluate(
+            "e => ({ ...e.getBoundingClientRect().toJSON(), cut: e.scrollHeight > e.clientHeight + 1 })"
+        )
+        assert not box["cut"], place
+        assert box["left"] >= 0, place
+        assert box["right"] <= width, place
+        assert box["height"] > 0, place
 
 
 def test_examples_fill_the_box(visit: Visit, served: Served) -> None:
@@ -268,9 +369,13 @@ def test_the_slider_says_what_the_server_would(visit: Visit, served: Served) -> 
         accepted = lm.verify("abc=", "abc", alpha=alphas[i], progress=False).accepted
         seen.add(accepted)
         expect(page.locator("#alpha-effect")).to_contain_text(
-            f"At alpha {alphas[i]:g} {'this answer is accepted as “Yes”' if accepted else ''}".strip()
+            f"At alpha {alphas[i]:g} {'this answer is in the region as “Yes”' if accepted else ''}".strip()
         )
-        assert ("rejected" in page.locator("#alpha-effect").inner_text()) == (not accepted)
+        assert ("not verified" in page.locator("#alpha-effect").inner_text()) == (not accepted)
+        # The box above follows, and says at which alpha.
+        name = "Verified" if accepted else "Not verified: a person should look"
+        expect(page.locator("#verdict strong")).to_have_text(name)
+        assert (f"At alpha {alphas[i]:g}" in page.locator("#verdict").inner_text()) == (alphas[i] != lm.alpha)
         inside = region.contains(ca.q_prime, ca.p, ca.predictions)
         facts = page.locator("#alpha-facts").inner_text()
         assert f"{100 * inside.double().mean():.1f}% of {len(inside)}" in facts
@@ -415,19 +520,21 @@ def test_batch_upload_filter_sort_download(visit: Visit, served: Served, tmp_pat
     asked = [*prompts, "cab=", "hab="]
     expected = served.lm.generate(asked, progress=False)
     names = [
-        "Out of distribution" if v.out_of_distribution else ("Verified" if v.verified else "Known wrong") if v.accepted
-        else "Rejected"
+        "Out of distribution" if v.out_of_distribution else ("Verified" if v.verified else "Judged wrong") if v.accepted
+        else "Not verified"
         for v in expected
     ]  # fmt: skip
     assert column(page, 1) == ["1", "6", "7", "8", "9", "10", "11", "12", "13"]
     assert column(page, 2) == [*names, "Error"]
     assert column(page, 3)[:-1] == asked
-    assert [text.strip() for text in column(page, 4)[:-1]] == [v.text.strip() for v in expected]
+    answers = page.locator("#batch-rows tr > :nth-child(4) > div").all_inner_texts()
+    assert [text.strip() for text in answers[:-1]] == [v.text.strip() for v in expected]
+    assert page.locator(".reason-cell").all_inner_texts()[:-1] == [v.reason for v in expected]
     assert "tokens" in column(page, 4)[-1]
     # Filter.
     assert "Verified" in names
-    for name in ("Verified", "Known wrong", "Rejected", "Out of distribution", "Error"):
-        page.get_by_role("radio", name=name).check(force=True)
+    for name in ("Verified", "Judged wrong", "Not verified", "Out of distribution", "Error"):
+        page.get_by_role("radio", name=re.compile(f"^{name}")).check(force=True)
         shown = [name] * [*names, "Error"].count(name)
         expect(page.locator("#batch-rows tr")).to_have_count(len(shown))
         assert column(page, 2) == shown
@@ -451,7 +558,8 @@ def test_batch_upload_filter_sort_download(visit: Visit, served: Served, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
     assert [r["line"] for r in rows] == [1, 6, 7, 8, 9, 10, 11, 12, 13]
     assert [r.get("id") for r in rows[:6]] == list(range(6))
-    assert [r["outcome"] for r in rows] == [name.lower() for name in [*names, "Error"]]
+    values = {"Judged wrong": "known wrong", "Not verified": "rejected"}  # in files the words stay as they were
+    assert [r["outcome"] for r in rows] == [values.get(name, name.lower()) for name in [*names, "Error"]]
     for row, v in zip(rows[:8], expected, strict=True):
         assert (row["answer"], row["sdm"]["verdict"], row["sdm"]["accepted"]) == (v.text, v.verdict, v.accepted)
     assert "tokens" in rows[-1]["error"]
@@ -612,7 +720,7 @@ def test_keyboard_alone(visit: Visit, served: Served) -> None:
     expect(page.get_by_role("button", name="Download results")).to_be_focused()  # when it is done
     press("Shift+Tab")
     press("ArrowRight")
-    expect(page.get_by_role("radio", name="Verified")).to_be_checked()
+    expect(page.get_by_role("radio", name=re.compile("^Verified"))).to_be_checked()
 
 
 CONTROLS = {"button", "textbox", "slider", "radio", "tab", "link", "progressindicator", "tabpanel", "img", "table"}

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__
-from sdmlm.evaluation.lm_evaluation import Evaluation, read_evaluations
-from sdmlm.language_model.sdm_folder import layer_sha256
-from sdmlm.storage.artifacts import SDM_FOLDER
+from sdmlm.generation.measured import measured
 from sdmlm.storage.record import read_record
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ LIMITS = """\
 def model_card(lm: SDMLanguageModel, name: str) -> str:
     """The card of a model of this name, as Markdown."""
     head = HEAD.format(yes=lm.tags.yes, no=lm.tags.no, name=name)
-    parts = [head, _layer(lm), _tests(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
+    parts = [head, _tests(lm), _layer(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
     return "\n".join(part for part in parts if part) + f"\n{WRITTEN_BY} {__version__}.\n"
 
 
@@ -88,14 +86,14 @@ def _layer(lm: SDMLanguageModel) -> str:
         )
     rows = []
     for alpha in sorted({*ALPHAS, lm.alpha}):
-        found = estimator.region(alpha)
-        admitted = found.contains(ca.q_prime, ca.p, ca.predictions)
-        psi = [_number(value) for value in found.psi]
+        at_alpha = estimator.region(alpha)
+        admitted = at_alpha.contains(ca.q_prime, ca.p, ca.predictions)
+        psi = [_number(value) for value in at_alpha.psi]
         share = _share(int(admitted.sum()), len(admitted))
         rows.append(
             [
                 f"{alpha:g}",
-                _number(found.q_min),
+                _number(at_alpha.q_min),
                 *psi,
                 share,
                 _share(int((admitted & right).sum()), int(admitted.sum())),
@@ -111,7 +109,8 @@ def _layer(lm: SDMLanguageModel) -> str:
             f"alpha {lm.alpha:g}, q'min {_number(region.q_min)}; {len(estimator.support_ids_)} support documents, "
             f"{len(ca.labels)} calibration documents; balanced loss {estimator.loss_:.4f}.{feedback}",
             "",
-            f"Over the calibration documents, at alpha {lm.alpha:g}:",
+            f"Over the calibration documents, at alpha {lm.alpha:g} (about half of them are made-up negatives, not the LM's own "
+            "answers):",
             "",
             *_table(by_class, classes),
             "",
@@ -124,26 +123,20 @@ def _layer(lm: SDMLanguageModel) -> str:
 
 
 def _tests(lm: SDMLanguageModel) -> str:
-    """What the model did on test sets, where `sdmlm replicate` or the demo left that beside it."""
-    found: dict[str, Evaluation] = {}
-    if lm.folder is not None:
-        with contextlib.suppress(OSError, ValueError):  # a card can do without
-            found, _ = read_evaluations(lm.folder, layer_sha256(lm.folder / SDM_FOLDER))
-    rows = []
-    for name, e in found.items():
-        right, yes = e.prediction == e.y, e.accepted & (e.prediction == 1)
-        rows.append(
-            [
-                name,
-                len(e),
-                _share(int(e.y.sum()), len(e)),
-                f"{e.alpha:g}",
-                _share(int(e.accepted.sum()), len(e)),
-                _share(int((right & e.accepted).sum()), int(e.accepted.sum())),
-                _share(int(yes.sum()), len(e)),
-                _share(int((right & yes).sum()), int(yes.sum())),
-            ]
-        )
+    """What the model did on test sets, where that was measured."""
+    rows = [
+        [
+            m.name,
+            m.prompts,
+            _share(m.right, m.prompts),
+            f"{m.alpha:g}",
+            _share(m.accepted, m.prompts),
+            _share(m.accepted_right, m.accepted),
+            _share(m.verified, m.prompts),
+            _share(m.verified_right, m.verified),
+        ]
+        for m in measured(lm)
+    ]
     columns = [
         "test set",
         "prompts",

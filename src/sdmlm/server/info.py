@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.generation.language_model import SDMLanguageModel
+from sdmlm.generation.measured import measured
 from sdmlm.language_model.encoding import Encoder
 
 MAX_POINTS = 2000  # calibration points that go out
@@ -32,6 +34,8 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
         "max_length": lm.encoder.max_length,
         "chat": bool(lm.tokenizer.chat_template),
         "examples": examples(lm),
+        "control_tokens": control_tokens(lm),
+        "measured": [dataclasses.asdict(each) for each in measured(lm)],
     }
 
 
@@ -52,6 +56,12 @@ def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[st
     if len(some) > MAX_POINTS:
         some = np.sort(np.random.default_rng(0).choice(some, MAX_POINTS, replace=False))
     return {name: values[some].tolist() for name, values in columns.items()}
+
+
+def control_tokens(lm: SDMLanguageModel) -> list[str]:
+    """How control tokens are spelled in documents, longest first: the page leaves them out."""
+    spelled = {lm.encoder.decode([i]).strip() for i in lm.encoder.control_ids} - {""}
+    return sorted(spelled, key=lambda token: (-len(token), token))
 
 
 def examples(lm: SDMLanguageModel, count: int = EXAMPLES) -> list[str]:

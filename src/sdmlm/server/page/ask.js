@@ -1,10 +1,11 @@
 // The first view: one prompt, its answer as it streams, the verdict, and why.
 
 import * as api from "./api.js";
-import { announce, byId, clearProblem, element, icon, showProblem } from "./dom.js";
+import { announce, byId, clearProblem, element, showProblem, textNodes } from "./dom.js";
 import * as evidenceView from "./evidence.js";
 import * as feedback from "./feedback.js";
-import { OUTCOMES, outcome } from "./sdm.js";
+import { measuredText, outcome } from "./sdm.js";
+import { announceVerdict } from "./verdict.js";
 
 let running = null; // AbortController while an answer streams
 
@@ -22,6 +23,7 @@ export function setUp() {
 /** Take what the server says about its model. */
 export function useInfo(info) {
   evidenceView.useInfo(info);
+  byId("measured").textContent = measuredText(info);
   byId("examples").hidden = info.examples.length === 0;
   byId("examples-list").replaceChildren(...info.examples.map((prompt) => element("li", {}, exampleButton(prompt))));
 }
@@ -51,7 +53,7 @@ async function ask() {
   const messages = [{ role: "user", content: prompt }];
   const run = begin();
   try {
-    const evidence = await api.ask(messages, (piece) => run === running && byId("answer").append(piece), run.signal);
+    const evidence = await api.ask(messages, (piece) => run === running && byId("answer").append(...textNodes(piece)), run.signal);
     finish(run, () => show(messages, evidence));
   } catch (error) {
     finish(run, () => (error.name === "AbortError" ? stopped() : failed(error)));
@@ -112,19 +114,10 @@ export function showGiven(messages, evidence) {
 
 function show(messages, evidence) {
   byId("answer-card").hidden = false;
-  byId("answer").replaceChildren(evidence.text);
+  byId("answer").replaceChildren(...textNodes(evidence.text));
   byId("cut").hidden = evidence.finish_reason !== "length";
-  byId("reason").textContent = evidence.reason;
-  showVerdict(outcome(evidence));
+  byId("reason").replaceChildren(...textNodes(evidence.reason));
+  announceVerdict(outcome(evidence), evidence.verdict);
   feedback.offer(messages, evidence.text);
-  evidenceView.show(evidence);
-}
-
-function showVerdict(kind) {
-  const { icon: symbol, name, text } = OUTCOMES[kind];
-  byId("verdict").className = `verdict ${kind}`;
-  const words = element("div", {}, element("strong", {}, name), element("span", {}, text));
-  byId("verdict").replaceChildren(icon(symbol), words);
-  byId("verdict").hidden = false;
-  announce(`${name}. ${text}`);
+  evidenceView.show(evidence, messages);
 }

@@ -16,7 +16,7 @@ const KINDS = {
 const FILTERS = ["all", ...Object.keys(OUTCOMES), "error"];
 const COLUMNS = [
   { name: "Line", value: (row) => row.line },
-  { name: "Verdict", value: (row) => KINDS[row.kind].name },
+  { name: "Outcome", value: (row) => KINDS[row.kind].short ?? KINDS[row.kind].name },
   { name: "Prompt", value: (row) => row.messages.at(-1).content },
   { name: "Answer", value: (row) => row.evidence?.text ?? row.error },
   { name: "SDM output", value: (row) => row.evidence?.probability, text: probability },
@@ -24,7 +24,7 @@ const COLUMNS = [
   { name: "d", value: (row) => row.evidence?.d, text: number },
 ];
 
-let found = []; // rows read, not yet started
+let readRows = []; // rows read, not yet started
 let rows = []; // { line, input, messages, kind, evidence, error, element } of the run shown
 let running = null; // AbortController
 let order = { column: COLUMNS[0], sign: 1 };
@@ -79,7 +79,7 @@ async function readFile(file) {
 function take(text, where = "") {
   clearProblem();
   const { good, bad } = parsePrompts(text);
-  found = good;
+  readRows = good;
   const plural = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   byId("batch-found").textContent = text.trim() ? `${plural(good.length, "prompt")}${where}.` : "";
   byId("bad-lines").hidden = bad.length === 0;
@@ -92,7 +92,7 @@ function take(text, where = "") {
 // Running
 
 async function start() {
-  rows = found.map((row) => ({ ...row, kind: "open" }));
+  rows = readRows.map((row) => ({ ...row, kind: "open" }));
   for (const row of rows) row.element = element("tr");
   running = new AbortController();
   shown = PAGE;
@@ -141,7 +141,7 @@ function finish() {
   draw();
   const focused = document.activeElement === byId("batch-cancel"); // it is about to disappear
   byId("batch-cancel").hidden = true;
-  byId("batch-start").disabled = found.length === 0;
+  byId("batch-start").disabled = readRows.length === 0;
   if (focused) byId(byId("batch-download").disabled ? "batch-start" : "batch-download").focus();
   announce(`${cancelled ? "Stopped" : "Finished"}: ${byId("batch-count").textContent}`);
 }
@@ -149,7 +149,7 @@ function finish() {
 // Showing
 
 function filterChoice(kind) {
-  const name = KINDS[kind]?.name ?? "All";
+  const name = KINDS[kind]?.short ?? KINDS[kind]?.name ?? "All";
   const input = element("input", { type: "radio", name: "filter", value: kind, checked: kind === "all" });
   input.addEventListener("change", () => {
     shown = PAGE;
@@ -174,12 +174,18 @@ function fillRow(row) {
     const known = value(row);
     const plain = known === undefined || known === null ? "" : text(known);
     if (name === "Line") return element("th", { scope: "row", className: "figure" }, plain);
-    if (name === "Verdict") return element("td", { className: `kind ${row.kind}` }, icon(KINDS[row.kind].icon), plain);
-    const long = name === "Prompt" || name === "Answer";
-    return element("td", { className: long ? "long" : "figure" }, element("div", { title: long ? plain : "" }, plain));
+    if (name === "Outcome") return element("td", { className: `kind ${row.kind}` }, icon(KINDS[row.kind].icon), plain);
+    if (name === "Prompt") return element("td", { className: "long" }, element("div", {}, plain));
+    if (name === "Answer") return element("td", { className: "long" }, element("div", {}, plain), reason(row));
+    return element("td", { className: "figure" }, element("div", {}, labelled(name, plain)));
   };
   row.element.replaceChildren(...COLUMNS.map(cell), element("td", {}, ...(row.evidence ? [whyButton(row)] : [])));
 }
+
+const reason = (row) => element("p", { className: "small muted reason-cell" }, row.evidence?.reason ?? "");
+
+/** A number with its name, which is shown where the columns have no heads (narrow screens). */
+const labelled = (name, plain) => element("span", {}, element("b", { className: "narrow" }, plain && `${name} `), plain);
 
 function whyButton(row) {
   const button = element("button", { type: "button", ariaLabel: `Why, line ${row.line}` }, "Why");
@@ -245,7 +251,7 @@ function asJsonl() {
   const plain = ({ line, input, kind, evidence, error }) => ({
     ...input,
     line,
-    outcome: OUTCOMES[kind]?.name.toLowerCase() ?? "error",
+    outcome: OUTCOMES[kind]?.value ?? "error",
     ...(evidence ? { answer: evidence.text, sdm: evidence } : { error }),
   });
   return rows.filter(isDone).map((row) => `${JSON.stringify(plain(row))}\n`).join("");

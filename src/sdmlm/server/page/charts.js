@@ -73,9 +73,9 @@ function axisBelow(svg, scale, x, y) {
 }
 
 function counts(values, scale) {
-  const found = new Array(BINS).fill(0);
-  for (const v of values) found[Math.min(BINS - 1, Math.floor(scale.at(v) * BINS))] += 1;
-  return found.map((n) => n / Math.max(1, values.length));
+  const bins = new Array(BINS).fill(0);
+  for (const v of values) bins[Math.min(BINS - 1, Math.floor(scale.at(v) * BINS))] += 1;
+  return bins.map((n) => n / Math.max(1, values.length));
 }
 
 /**
@@ -150,7 +150,7 @@ export function scatter(box, { id, title, description, points, region, point, na
         shape("path", { d: `M${start} ${top}V${floor}H${end}V${top}`, class: "limit" }),
       );
       const [at, align] = start === left ? [left + 4, "start"] : [right - 4, "end"];
-      svg.append(text(at, top - 6, "limit-text", `accepted as ${name}`, align));
+      svg.append(text(at, top - 6, "limit-text", `region of ${name}`, align));
     }
   }
   const marks = (label, mark) => points.filter((p) => p.label === label).map((p) => mark(...place(p))).join("");
@@ -174,13 +174,15 @@ export function scatter(box, { id, title, description, points, region, point, na
 function drawPoint(svg, x, y, align, top) {
   const shift = { start: 14, middle: 0, end: -14 }[align];
   const above = align === "middle" && y - 16 < top ? 26 : align === "middle" ? -14 : 4; // inside the frame
+  const [width, at] = [92, { start: x + shift - 5, middle: x - 46, end: x + shift - 87 }[align]];
   svg.append(
+    shape("rect", { x: at, y: y + above - 14, width, height: 20, rx: 4, class: "label-back" }), // dots stay behind it
     shape("path", { d: `M${x} ${y - 9}l9 9l-9 9l-9 -9z`, class: "here" }),
-    text(x + shift, y + above, "marker-text", "this answer", align),
+    text(x + shift, y + above, "marker-text here-text", "this answer", align),
   );
 }
 
-/** Share of the calibration answers accepted at each alpha, and below it the alphas that accept this answer. */
+/** Share of the calibration documents in the region at each alpha; below it the alphas with this answer in the region. */
 export function alphaCurve(box, { id, title, description, alphas, shares, accepting, chosen }) {
   const height = 140;
   const { svg, width } = canvas(box, id, height, title, description);

@@ -1,15 +1,19 @@
-// Why an answer was accepted or not: its signals among the calibration answers, the region at any alpha, the documents.
+// Why an answer was accepted or not: its signals among the calibration documents, the region at any alpha, the documents.
 
 import { alphaCurve, histogram, logitScale, scatter, similarityScale, unitScale } from "./charts.js";
+import { differenceNodes } from "./difference.js";
 import { byId, element, facts, icon } from "./dom.js";
 import {
-  admitted, asPoint, calibrationPoints, effect, inRegion, isEmpty, number, outputAtYes, percent, probability,
+  admitted, asPoint, calibrationPoints, effect, inRegion, isEmpty, number, outcome, outcomeIn, outputAtYes, percent,
+  probability,
 } from "./sdm.js";
+import { showVerdict } from "./verdict.js";
 
 let info = null; // GET /v1/sdm
 let points = []; // its calibration points
 let shares = []; // of them accepted, at each alpha
 let current = null; // the evidence shown
+let asked = ""; // the prompt that it answers
 
 export function setUp() {
   byId("alpha").addEventListener("input", draw);
@@ -44,8 +48,9 @@ function withOwn({ regions, region }) {
 }
 
 /** Show all there is about an answer. */
-export function show(evidence) {
+export function show(evidence, messages = null) {
   current = evidence;
+  if (messages) asked = messages.map((m) => m.content).join("\n");
   if (!info) return; // without the calibration set there is nothing to draw against
   byId("signals").hidden = byId("numbers").hidden = false;
   showExemplars(evidence.exemplars);
@@ -63,8 +68,6 @@ export function clear() {
 function showExemplars(exemplars) {
   byId("exemplars").hidden = exemplars.length === 0;
   byId("exemplars-list").replaceChildren(...exemplars.map(exemplarItem));
-  // A document begins with its prompt, which is much like the one above: show its end, the answer.
-  for (const shown of byId("exemplars-list").querySelectorAll(".document")) shown.scrollTop = shown.scrollHeight;
 }
 
 function exemplarItem(exemplar) {
@@ -75,14 +78,16 @@ function exemplarItem(exemplar) {
     "li",
     { className: "card" },
     element("p", { className: "small muted" }, badge, ` distance ${number(distance)}${wrong}, document ${id}`),
-    element("div", { className: "document" }, text === null ? "The text was not kept." : withoutTag(text)),
+    element("div", { className: "document" }, ...(text === null ? ["The text was not kept."] : documentNodes(text))),
   );
 }
 
-/** A document as people read it: it ends with the tag after which the verdict would come. */
-function withoutTag(text) {
+/** A document as people read it: without control tokens and the tag at its end; what it shares with the prompt is dim. */
+function documentNodes(text) {
   const { open } = info.tags;
-  return text.endsWith(open) ? text.slice(0, -open.length).trimEnd() : text;
+  let plain = text.endsWith(open) ? text.slice(0, -open.length) : text;
+  for (const token of info.control_tokens ?? []) plain = plain.replaceAll(token, "\n");
+  return differenceNodes(plain.replace(/\n{3,}/g, "\n\n").trim(), asked);
 }
 
 function showNumbers(e) {
@@ -94,8 +99,8 @@ function showNumbers(e) {
     ["Rescaled similarity q′", number(e.q_prime)],
     ["Distance d", number(e.d)],
     ["Distance to the nearest document", number(e.d_nearest)],
-    ["Accepted by the lower estimate too", e.accepted_lower ? "yes" : "no"],
-    ["Highest alpha that accepts it", number(e.highest_alpha)],
+    ["In the region by the lower estimate too", e.accepted_lower ? "yes" : "no"],
+    ["Highest alpha with it in the region", number(e.highest_alpha)],
     ["Alpha", number(e.alpha)],
     ["Tokens of prompt and answer", `${e.prompt_tokens} and ${e.completion_tokens}`],
   ]);
@@ -114,8 +119,15 @@ function draw() {
   const region = regionChosen();
   const point = current && asPoint(current, info.classes);
   showAlpha(region, point);
+  if (point) showOutcome(region, point);
   drawScatter(region, point);
   if (point) drawSignals(region, point);
+}
+
+/** The box above the answer follows the slider. */
+function showOutcome(region, point) {
+  if (region.alpha === current.alpha) showVerdict(outcome(current), current.verdict);
+  else showVerdict(outcomeIn(region, point), current.verdict, number(region.alpha));
 }
 
 function showAlpha(region, point) {
@@ -129,7 +141,7 @@ function showAlpha(region, point) {
   facts(byId("alpha-facts"), [
     ["least q′", number(region.q_min)],
     ...info.classes.map((name, c) => [`least output ψ for ${name}`, probability(region.psi[c])]),
-    ["calibration answers accepted", `${percent(share)} of ${points.length}`],
+    ["calibration documents in the region", `${percent(share)} of ${points.length}`],
     ["of these rightly judged", percent(accuracy)],
   ]);
 }
@@ -144,12 +156,15 @@ function drawAlphaCurve(region, point) {
   const alphas = info.regions.map((r) => r.alpha);
   const taking = alphas.filter((_, i) => accepting[i]);
   const bar = taking.length
-    ? ` Bar: the alphas that accept this answer, up to ${taking.at(-1)}.`
-    : " No alpha accepts this answer.";
-  byId("curve-text").textContent = `Share of the calibration answers accepted, by alpha.${point ? bar : ""}`;
+    ? ` Bar: the alphas at which this answer is in the region, up to ${taking.at(-1)}.`
+    : " This answer is in the region at no alpha.";
+  const negatives = percent(points.filter((p) => p.label === 0).length / points.length);
+  byId("curve-text").textContent =
+    `Share of the calibration documents in the region, by alpha. These are not the model's own answers: ${negatives} of ` +
+    `them are negatives, most of them made up.${point ? bar : ""}`;
   alphaCurve(byId("curve"), {
     id: "curve",
-    title: "Share of the calibration answers accepted, by alpha",
+    title: "Share of the calibration documents in the region, by alpha",
     description: byId("curve-text").textContent,
     alphas,
     shares,
@@ -165,7 +180,7 @@ function drawScatter(region, point) {
     ? ` This answer lies at q′ ${number(point.q_prime)} and output ${probability(outputAtYes(point))} at ${yes}.`
     : "";
   byId("scatter-text").textContent =
-    `${points.length} calibration answers: circles are truly ${yes}, triangles truly ${no}. ${where} ` +
+    `${points.length} calibration documents: circles are truly ${yes}, triangles truly ${no}. ${where} ` +
     "At q′ = 0: out of distribution.";
   scatter(byId("scatter"), {
     id: "scatter",
@@ -184,7 +199,7 @@ function drawSignals(region, point) {
   drawMagnitude(region, point);
 }
 
-/** Share of the calibration answers that a test holds for, in words. */
+/** Share of the calibration documents that a test holds for, in words. */
 const shareWhere = (test) => percent(points.filter(test).length / points.length);
 
 /** One signal: the sentence above it, and the histogram of `value` by true class. */
@@ -201,12 +216,12 @@ function drawSimilarity(region, point) {
   const sentence =
     q === 0
       ? `The nearest document is not one rightly judged ${info.classes[point.prediction]}: q is 0, as for ` +
-        `${shareWhere((p) => p.q === 0)} of the calibration answers.`
+        `${shareWhere((p) => p.q === 0)} of the calibration documents.`
       : `The nearest ${agree} without a break (q′ ${number(q_prime)}): higher than for ` +
-        `${shareWhere((p) => p.q_prime < q_prime)} of the calibration answers.`;
+        `${shareWhere((p) => p.q_prime < q_prime)} of the calibration documents.`;
   const none = isEmpty(region);
   drawSignal("similarity", sentence, {
-    title: "Rescaled similarity q′ of the calibration answers",
+    title: "Rescaled similarity q′ of the calibration documents",
     axis: "q′, log scale",
     scale: similarityScale([...points, point].map((p) => p.q_prime)),
     value: (p) => p.q_prime,
@@ -220,9 +235,9 @@ function drawDistance(region, point) {
   const least = Math.min(...points.filter((p) => inRegion(region, p)).map((p) => p.d));
   const sentence =
     `d ${number(point.d)}, where 1 is as near as can be: nearer than ${shareWhere((p) => p.d < point.d)} of the ` +
-    "calibration answers. It scales the output and has no threshold of its own.";
+    "calibration documents. It scales the output and has no threshold of its own.";
   drawSignal("distance", sentence, {
-    title: "Distance quantile d of the calibration answers",
+    title: "Distance quantile d of the calibration documents",
     axis: "d",
     scale: unitScale(),
     value: (p) => p.d,
@@ -235,11 +250,11 @@ function drawMagnitude(region, point) {
   const [no, yes] = info.classes;
   const sentence =
     `SDM output ${probability(point.probability)} for ${info.classes[point.prediction]}: more than ` +
-    `${shareWhere((p) => p.probability < point.probability)} of the calibration answers have for theirs.`;
+    `${shareWhere((p) => p.probability < point.probability)} of the calibration documents have for theirs.`;
   const none = isEmpty(region);
   const [low, high] = none ? [] : [1 - region.psi[0], region.psi[1]];
   drawSignal("magnitude", sentence, {
-    title: `SDM output at ${yes} of the calibration answers`,
+    title: `SDM output at ${yes} of the calibration documents`,
     axis: `SDM output at ${yes}, logit scale`,
     scale: logitScale([...points, point].map(outputAtYes)),
     value: outputAtYes,

@@ -1,21 +1,32 @@
 // The rules of the method that the page needs: outcomes, membership in the region, and how to say them.
 
+// `value` is what downloads say: it stays when the words on the page change.
 export const OUTCOMES = {
   verified: {
     icon: "verified",
     name: "Verified",
-    text: "Accepted as following the prompt: usable without a person looking.",
+    value: "verified",
+    text: "Judged right, and in the high-reliability region: usable without a person looking.",
   },
-  wrong: { icon: "wrong", name: "Known wrong", text: "Accepted as not following the prompt: do not use it." },
+  wrong: {
+    icon: "wrong",
+    name: "Judged wrong",
+    value: "known wrong",
+    text: "Judged not to follow the prompt, and in the high-reliability region: do not use it.",
+  },
   rejected: {
     icon: "rejected",
-    name: "Rejected",
-    text: "Not reliable enough to say either way: a person should look.",
+    name: "Not verified: a person should look",
+    short: "Not verified",
+    value: "rejected",
+    text: "The verdict is not reliable enough. The answer may well be right.",
   },
   ood: {
     icon: "ood",
-    name: "Out of distribution",
-    text: "The nearest known document speaks for another verdict: a person should look.",
+    name: "Not verified, out of distribution: a person should look",
+    short: "Out of distribution",
+    value: "out of distribution",
+    text: "The nearest known document speaks for another verdict. The answer may well be right.",
   },
 };
 
@@ -24,6 +35,21 @@ export function outcome(evidence) {
   if (evidence.out_of_distribution) return "ood";
   if (!evidence.accepted) return "rejected";
   return evidence.verified ? "verified" : "wrong";
+}
+
+/** The outcome at another alpha than that of the evidence. */
+export function outcomeIn(region, point) {
+  if (point.q === 0) return "ood";
+  if (!inRegion(region, point)) return "rejected";
+  return point.prediction === 1 ? "verified" : "wrong";
+}
+
+/** What was measured on the model's own answers, in words. */
+export function measuredText({ measured = [] }) {
+  if (!measured.length) return "How many of this model's own answers are verified, and rightly, has not been measured.";
+  return measured.map(({ name, prompts, alpha, verified, verified_right: right }) =>
+    `Measured on this model's own answers to ${prompts} prompts (${name}, alpha ${alpha}): ` +
+    `${percent(verified / prompts)} verified${verified ? `, ${percent(right / verified)} of these right` : ""}.`).join(" ");
 }
 
 /** The evidence as a point among the calibration points. */
@@ -65,14 +91,14 @@ export function inRegion(region, point) {
 export function effect(region, point, classes) {
   const name = classes[point.prediction];
   const at = `At alpha ${region.alpha}`;
-  if (inRegion(region, point)) return `${at} this answer is accepted as “${name}”.`;
-  if (point.q === 0) return `${at} this answer is rejected: q = 0, out of distribution at every alpha.`;
-  if (isEmpty(region)) return `${at} there is no region, so everything is rejected.`;
+  if (inRegion(region, point)) return `${at} this answer is in the region as “${name}”.`;
+  if (point.q === 0) return `${at} this answer is not verified: q = 0, out of distribution at every alpha.`;
+  if (isEmpty(region)) return `${at} this answer is not verified: there is no region.`;
   if (point.q_prime < leastQ(region)) {
-    return `${at} this answer is rejected: q′ ${number(point.q_prime)} is below ${number(region.q_min)}.`;
+    return `${at} this answer is not verified: q′ ${number(point.q_prime)} is below ${number(region.q_min)}.`;
   }
   const psi = region.psi[point.prediction];
-  return `${at} this answer is rejected: its output ${probability(point.probability)} is below ψ ${probability(psi)}.`;
+  return `${at} this answer is not verified: its output ${probability(point.probability)} is below ψ ${probability(psi)}.`;
 }
 
 /** Share of the points in the region, and of these the share that is rightly predicted. */
