@@ -58,6 +58,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.timeout(900)  # docs/generation.md trains the fast demo; a busy machine needs minutes for it
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")
