@@ -20,6 +20,7 @@ from tiny_lm import copy_rows, process_group, tiny_lm, tiny_tokenizer
 
 from sdmlm.cli import main
 from sdmlm.evaluation.lm_evaluation import read_evaluation
+from sdmlm.experiments import evaluate as evaluating
 from sdmlm.experiments import runs as replication
 from sdmlm.experiments.runs import read_runs
 from sdmlm.finetuning.trainer import SDMTrainer
@@ -220,7 +221,7 @@ def test_an_interrupted_replication_goes_on_to_the_same(
     (run,) = strict_json(capsys.readouterr().out)["runs"]
     assert (run["model"], run["tests"]) == ("to be resumed", ["test", "shifted"])
 
-    evaluate, seen = replication.evaluate, []
+    evaluate, seen = evaluating.evaluate, []
 
     def stopped_after_one(*args: Any, **kwargs: Any) -> Any:
         if seen:
@@ -229,7 +230,7 @@ def test_an_interrupted_replication_goes_on_to_the_same(
         return evaluate(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(replication, "evaluate", stopped_after_one)
+        patch.setattr(evaluating, "evaluate", stopped_after_one)
         assert main(command) == 2
     assert {p.name for p in (folder / "evaluations").iterdir()} == {"test.json"}
     assert not list(folder.glob("checkpoint-*"))  # the training is done
@@ -438,7 +439,7 @@ def test_another_task_goes_the_same_way(here: Path) -> None:
     assert "as published" not in page  # the paper's figures are about another task
     right = lambda prompts, completions, **columns: [1] * len(prompts)  # noqa: E731
     lm = SDMLanguageModel.from_pretrained("out/adding-sdm_hn/seed-0")
-    assert replication.evaluate(lm, arithmetic, given, right, progress=False).y.tolist() == [1] * len(given)
+    assert evaluating.evaluate(lm, arithmetic, given, right, progress=False).y.tolist() == [1] * len(given)
 
 
 def test_runs_over_different_rows_are_not_averaged(whole: Path, tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_risk_coverage_shows_every_curve_and_the_rule_of_each_estimator() -> Non
     none = ScoredPoints("d", "m", "other", -scores, np.zeros(4, bool), correct)
     (axes,) = plots.risk_coverage([good, none], alpha=0.9).axes
     lines = {line.get_label(): line for line in axes.lines}
-    first, second = (name for name in lines if "AURC" in name)
+    first, second = (str(name) for name in lines if "AURC" in str(name))
     assert first == f"one (AURC {np.mean([0, 1 / 2, 1 / 3, 1 / 4]):.3f})"
     assert lines[first].get_xdata().tolist() == [0.25, 0.5, 0.75, 1.0]
     assert lines[first].get_ydata().tolist() == pytest.approx([0, 1 / 2, 1 / 3, 1 / 4])
