@@ -12,10 +12,11 @@ install: $(READY)  ## into .venv; then `. .venv/bin/activate` puts `sdmlm` on th
 test: lint docs  ## lint, the documentation site, and every test: the pages' code, the docstrings' examples, the wheel
 	$(PYTEST)
 
-lint: $(READY)  ## ruff; mypy, strict over the code and lenient over the tests
+lint: $(READY)  ## ruff; mypy, strict over the code and lenient over the tests; the order of the packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
 coverage: $(READY)  ## the tests with a report of the lines they run; apart from `test`, which it would slow down

@@ -84,7 +84,7 @@ def arithmetic(args: argparse.Namespace) -> None:
     from sdmlm.tasks.arithmetic import make_splits
 
     output = _new_folder(args.output)
-    _write(args, output, make_splits(**_sizes(args)), {})
+    _write(args, output, make_splits(**_sizes(args)), {}, "sdmlm.tasks.arithmetic:reward")
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -146,7 +146,11 @@ def _new_folder(output: str) -> Path:
 
 
 def _write(
-    args: argparse.Namespace, output: Path, splits: Mapping[str, Sequence[dict[str, Any]]], left_out: Mapping[str, int]
+    args: argparse.Namespace,
+    output: Path,
+    splits: Mapping[str, Sequence[dict[str, Any]]],
+    left_out: Mapping[str, int],
+    reward: str | None = None,
 ) -> None:
     from sdmlm.storage.artifacts import write_text_atomically
 
@@ -175,4 +179,5 @@ def _write(
         out.print("Left out: " + ", ".join(f"{n} {why}" for why, n in facts["left_out"].items()) + ".")
     if {"train", "calibration"} <= splits.keys():
         rows_of = f"--data {output}/train.jsonl --calibration {output}/calibration.jsonl"
-        out.print(f"Next: sdmlm train --model M {rows_of} --output runs/lm", markup=False, soft_wrap=True)
+        judged = "" if reward is None else f" --reward {reward}"  # exact match is the default, and right elsewhere
+        out.print(f"Next: sdmlm train --model M {rows_of}{judged} --output runs/lm", markup=False, soft_wrap=True)
