@@ -18,12 +18,12 @@ from sdmlm.estimator.scores import Scores
 class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier that knows when not to answer. Parameters are those of `SDMEstimator`; labels may be anything.
 
-    `predict` always answers. `predict_selective` also says which answers lie in the high-reliability region, where
-    accuracy is estimated to be at least alpha by class and by prediction.
+    `predict` always answers. `predict_selective` also says which answers are accepted by the certified rule: at least alpha
+    of them are right, with probability 1 - delta.
 
     >>> from sklearn.datasets import load_iris
     >>> X, y = load_iris(return_X_y=True)
-    >>> classifier = SDMClassifier(alpha=0.9, exemplar_dim=32, epochs=30, learning_rate=0.01, rounds=1).fit(X, y)
+    >>> classifier = SDMClassifier(alpha=0.9).fit(X, y)
     >>> labels, accepted = classifier.predict_selective(X[:3])
     >>> labels
     array([0, 0, 0])
@@ -32,29 +32,39 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(
         self,
         alpha: float = 0.95,
-        exemplar_dim: int = 1000,
-        epochs: int = 200,
+        promise: str = "overall",
+        delta: float = 0.05,
+        epsilon: float = 0.05,
+        rule: str = "certified",
+        combine: str = "average",
+        distance: str = "whitened",
+        rounds: int | None = None,
+        learning_rate: float | None = None,
+        epochs: int | None = None,
+        exemplar_dim: int | None = None,
         batch_size: int = 50,
-        learning_rate: float = 1e-5,
-        rounds: int = 10,
-        center: str = "global",
+        center: str = "feature",
         seed: int = 0,
         device: Any = None,
-        ensemble: bool = False,
         max_q: int | None = None,
         index: str = "exact",
         progress: bool = False,
     ) -> None:
         self.alpha = alpha
-        self.exemplar_dim = exemplar_dim
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
+        self.promise = promise
+        self.delta = delta
+        self.epsilon = epsilon
+        self.rule = rule
+        self.combine = combine
+        self.distance = distance
         self.rounds = rounds
+        self.learning_rate = learning_rate
+        self.epochs = epochs
+        self.exemplar_dim = exemplar_dim
+        self.batch_size = batch_size
         self.center = center
         self.seed = seed
         self.device = device
-        self.ensemble = ensemble
         self.max_q = max_q
         self.index = index
         self.progress = progress
@@ -79,7 +89,7 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self._labels(self.scores(X))
 
     def predict_selective(self, X: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """(labels, accepted): the predictions and which of them lie in the high-reliability region."""
+        """(labels, accepted): the predictions, and which of them can be accepted without a person looking."""
         scores = self.scores(X)
         return self._labels(scores), scores.accepted
 

@@ -1,4 +1,4 @@
-"""SDMEstimator: embeddings and labels in, calibrated accept/reject decisions with evidence out (docs/method.md)."""
+"""SDMEstimator: embeddings and labels in, accept or not with evidence out (docs/estimator.md, docs/method.md)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sdmlm.estimator import persistence
-from sdmlm.estimator.adaptor import MakeSupport, train_adaptor
+from sdmlm.estimator.acceptance import CertifiedRule, Evidence, Promise, certify_rule, least_points
+from sdmlm.estimator.adaptor import MakeSupport
+from sdmlm.estimator.average import AveragedLayers
 from sdmlm.estimator.certify import Certificate, certify_region, threshold_grid
 from sdmlm.estimator.explain import Exemplar, Explanation, exemplars_of, explain_points
-from sdmlm.estimator.layer import ALPHA_GRID, Points, SDMLayer, highest_alpha
+from sdmlm.estimator.fitting import Part, fit_layers, split_points
+from sdmlm.estimator.label_errors import LabelError, suspected_label_errors
+from sdmlm.estimator.layer import ALPHA_GRID, Points, SDMLayer, confidence_of, highest_alpha
 from sdmlm.estimator.region import HighReliabilityRegion, check_alpha
 from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportSet
@@ -27,75 +31,129 @@ from sdmlm.estimator.validation import (
     check_lengths,
     check_parameters,
     checked_ids,
-    count_classes,
+    encode_labels,
+    find_classes,
     float_matrix,
+    held_out_split,
     label_tensor,
     plain_id,
-    random_halves,
 )
-from sdmlm.storage.progress import progress_bar
 
 DocumentId = int | str
-Calibration = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, Sequence[DocumentId]]
+Labelled = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, Sequence[DocumentId]]
 
 
 class SDMEstimator:
-    """Similarity-Distance-Magnitude estimator over any embeddings, for any number of classes.
+    """Says of each prediction whether it can be accepted without a person looking, and why.
+
+    Over any embeddings, for any number of classes. The defaults need no setting: columns are standardised, the penalty of
+    the classifier is chosen on the data, eight cross-fitted SDM layers are averaged, and part of the points is held out to
+    certify the rule by which predictions are accepted. `SDMEstimator.published()` has the settings of the papers.
 
     Parameters
     ----------
-    alpha: the accuracy that the accepted are to have, per class and per prediction; in (0.5, 1].
-    exemplar_dim: M, the width of the exemplar vectors h'.
-    epochs, batch_size, learning_rate: of the Adam training of each round.
-    rounds: J, rounds of fresh random halves and fresh initial weights; the one with the lowest loss wins.
-    center: "global" (one mean and standard deviation over all entries, as published) or "feature" (per column).
-    seed: the same seed gives the same result.
-    device: a torch device; by default a CUDA GPU where there is one (on Apple's GPUs the CPU does the work).
-    ensemble: keep the models of all rounds, and accept only what all of them accept as the same class.
-    max_q: cap on q; None for none (the published code capped it at 2048).
-    index: "exact", or "faiss" for an approximate index over supports beyond a million vectors (extra `faiss`).
-    progress: show a progress bar while fitting, where there is a terminal.
+    alpha : float, default=0.95
+        The accuracy that the accepted predictions are to have; in (0.5, 1].
+    promise : {"overall", "predicted", "class"}, default="overall"
+        What alpha holds for: all accepted predictions, each predicted class, or each predicted and each true class.
+    delta : float, default=0.05
+        The chance that the promise does not hold.
+    epsilon : float, default=0.05
+        The share of known points that the Distance bound gives up, so that points unlike them are rejected.
+    rule : {"certified", "region", "region lower"}, default="certified"
+        What decides `accepted`: the certified rule, the high-reliability (HR) region of the papers, or HR lower.
+    combine : {"average", "best", "all"}, default="average"
+        Average pairs of cross-fitted layers; or keep the best of `rounds` layers, as published; or keep all and accept what
+        all of them accept as the same class (an ensemble).
+    distance : {"whitened", "exemplar"}, default="whitened"
+        Where Distance is measured: in whitened h, or between exemplar vectors h', as published.
+    rounds : int, optional
+        Pairs of layers to average (default 4), or rounds to choose from (default 1).
+    learning_rate, epochs, exemplar_dim : optional
+        With a learning rate, layers are trained by Adam with the SDM loss, as published, for so many epochs and with
+        exemplar vectors so wide (default 200 and 1000). Without, they are the minimum of a convex loss.
+    batch_size : int, default=50
+        Points per Adam step.
+    center : {"feature", "global"}, default="feature"
+        For Adam: standardise by column, or by one mean and standard deviation over all entries, as published.
+    seed : int, default=0
+        The same seed gives the same result.
+    device : str or torch.device, optional
+        By default a CUDA GPU where there is one.
+    max_q : int, optional
+        A cap on q; the published code had 2048.
+    index : {"exact", "faiss"}, default="exact"
+        "faiss" is an approximate index for supports beyond a million vectors (extra `faiss`).
+    progress : bool, default=True
+        Show a progress bar while fitting, where there is a terminal.
 
-    Learned: `classes_`, `class_names_`, `n_features_in_`, `alpha_`, `region_`, `loss_`, `history_`, `layers_` (the best round first).
+    Attributes
+    ----------
+    classes_ : ndarray
+        The labels, sorted. `Scores.prediction` holds indices into them.
+    certificate_ : CertifiedRule
+        The rule by which predictions are accepted, with what it promises (rule="certified").
+    region_ : HighReliabilityRegion
+        The region found by Algorithm 1 at `alpha_`.
+    calibration_ : Points
+        Signals of the calibration points, out of sample.
+    layers_ : list of SDMLayer
+        The fitted layers; the best first where they are not averaged.
 
-    >>> rng = np.random.default_rng(0)
-    >>> y = rng.integers(0, 2, 400)
-    >>> X = rng.normal(size=(400, 16)) + 2.0 * y[:, None]
-    >>> estimator = SDMEstimator(alpha=0.9, exemplar_dim=32, epochs=20, learning_rate=1e-3, rounds=1).fit(X, y)
-    >>> scores = estimator.score(X[:5])
-    >>> scores.accepted.shape
-    (5,)
+    Examples
+    --------
+    >>> from sklearn.datasets import load_breast_cancer
+    >>> X, y = load_breast_cancer(return_X_y=True)
+    >>> estimator = SDMEstimator(progress=False).fit(X[:450], y[:450])
+    >>> scores = estimator.score(X[450:])
+    >>> bool((scores.prediction == y[450:])[scores.accepted].mean() > 0.95)
+    True
     """
 
     def __init__(
         self,
         alpha: float = 0.95,
-        exemplar_dim: int = 1000,
-        epochs: int = 200,
+        promise: Promise = "overall",
+        delta: float = 0.05,
+        epsilon: float = 0.05,
+        rule: str = "certified",
+        combine: str = "average",
+        distance: str = "whitened",
+        rounds: int | None = None,
+        learning_rate: float | None = None,
+        epochs: int | None = None,
+        exemplar_dim: int | None = None,
         batch_size: int = 50,
-        learning_rate: float = 1e-5,
-        rounds: int = 10,
-        center: str = "global",
+        center: str = "feature",
         seed: int = 0,
         device: str | torch.device | None = None,
-        ensemble: bool = False,
         max_q: int | None = None,
         index: str = "exact",
         progress: bool = True,
     ) -> None:
         self.alpha = alpha
-        self.exemplar_dim = exemplar_dim
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
+        self.promise = promise
+        self.delta = delta
+        self.epsilon = epsilon
+        self.rule = rule
+        self.combine = combine
+        self.distance = distance
         self.rounds = rounds
+        self.learning_rate = learning_rate
+        self.epochs = epochs
+        self.exemplar_dim = exemplar_dim
+        self.batch_size = batch_size
         self.center = center
         self.seed = seed
         self.device = device
-        self.ensemble = ensemble
         self.max_q = max_q
         self.index = index
         self.progress = progress
+
+    @classmethod
+    def published(cls, **changes: Any) -> SDMEstimator:
+        """An estimator with the settings of the papers, but for `changes`: the best of ten trained layers, and its HR region."""
+        return cls(**{**PUBLISHED, **changes})
 
     # Fitting
 
@@ -104,70 +162,83 @@ class SDMEstimator:
         X: ArrayLike | Tensor,
         y: ArrayLike | Tensor,
         ids: Sequence[DocumentId] | None = None,
-        calibration: Calibration | None = None,
+        calibration: Labelled | None = None,
         documents: Mapping[DocumentId, str] | None = None,
         class_names: Sequence[str] | None = None,
         on_epoch: Callable[[dict[str, float]], None] | None = None,
+        held_out: Labelled | None = None,
+        ood: ArrayLike | Tensor | None = None,
     ) -> SDMEstimator:
-        """Fit on embeddings X (N, D) and labels y (N,) in 0..C-1.
+        """Fit on embeddings X (N, D) and labels y (N,) of any kind.
 
-        Each round halves the points at random, class by class, into a training and a calibration split; `calibration`,
-        (Xc, yc) or (Xc, yc, idsc), fixes that split instead. `ids` name the points (default: 0..N-1, calibration points
-        counted on); `documents` maps ids to texts and `class_names` names the classes, both for `explain`. `on_epoch`
-        hears of every epoch.
+        ids: names of the points (default: 0..N-1). documents: texts by id, and class_names: names of the classes, both for
+        `explain`. held_out: labelled points (X, y) for the certificate, which play no other part; by default some of X are
+        set aside. ood: known out-of-distribution points, near which nothing is accepted. calibration: (X, y) or (X, y,
+        ids), the fixed calibration split of a single layer (combine "best" or "all"). on_epoch is called with the figures of
+        every epoch or layer.
         """
         check_parameters(self)
-        x, labels = self.matrix(X, "X"), label_tensor(y, "y")
-        check_lengths("X", len(x), "y", len(labels))
-        n_classes = count_classes(labels)
+        x = self.matrix(X, "X")
+        check_lengths("X", len(x), "y", len(y))  # type: ignore[arg-type]
+        classes = find_classes(y)
+        labels = encode_labels(y, classes, "y")
+        n_classes = len(classes)
         names = checked_ids(ids, len(x), "ids")
-        given = None if calibration is None else self._given_calibration(calibration, x, names, n_classes)
-        check_classes(labels, n_classes, "y", least=1 if given else 2)
+        given = None if calibration is None else self._given_calibration(calibration, x, names, classes)
+        check_classes(labels, classes, "y", least=1 if given else 2)
         if documents is not None and not isinstance(documents, Mapping):
             raise ValueError("documents must map ids to texts, such as dict(zip(ids, texts)).")
         if class_names is not None and len(class_names) != n_classes:
             raise ValueError(f"class_names has {len(class_names)} names but there are {n_classes} classes.")
+        points: Part = (x, labels, names)
+        aside: tuple[Tensor, Tensor] | None = None
+        if self.rule == "certified":
+            if held_out is not None:
+                aside = self.matrix(held_out[0], "held_out X", int(x.shape[1])), encode_labels(held_out[1], classes)
+                check_lengths("held_out X", len(aside[0]), "held_out y", len(aside[1]))
+            else:
+                kept, rest = held_out_split(
+                    labels.numpy(), least_points(self.alpha, self.delta), np.random.default_rng([self.seed, 2**20])
+                )
+                aside = x[torch.from_numpy(rest)], labels[torch.from_numpy(rest)]
+                points = split_points((x, labels, names), kept)
+                points = points[0], points[1].cpu(), points[2]
+        known_ood = None if ood is None else self.matrix(ood, "ood", int(x.shape[1]))
 
-        layers: list[SDMLayer] = []
-        with progress_bar(self.progress) as bar:
-            task = bar.add_task("Fitting the SDM layer", total=self.rounds * self.epochs)
-            for j in range(self.rounds):
-                rng = np.random.default_rng([self.seed, j])
-
-                def tell(row: dict[str, float], j: int = j) -> None:
-                    bar.advance(task)
-                    if on_epoch is not None:
-                        on_epoch({"round": j + 1, **row})
-
-                if given:
-                    train, held = (x, labels.to(x.device), names), given
-                else:
-                    first, second = (torch.from_numpy(i) for i in random_halves(labels.numpy(), rng))
-                    train, held = (
-                        (x[i], labels[i].to(x.device), [names[k] for k in i.tolist()]) for i in (first, second)
-                    )
-                layer = self._fit_round(train, held, n_classes, rng, tell)
-                if self.ensemble:
-                    layers.append(layer)
-                elif not layers or layer.loss < layers[0].loss:
-                    layers = [layer]  # one at a time: ten layers of a large model would not fit
-        layers.sort(key=lambda layer: layer.loss)
-
-        self.layers_ = layers
-        self.classes_ = np.arange(n_classes)
+        self.classes_ = classes
         self.n_features_in_ = int(x.shape[1])
         self.alpha_ = float(self.alpha)
-        self.class_names_ = None if class_names is None else [str(name) for name in class_names]
+        if class_names is not None:
+            self.class_names_: list[str] | None = [str(name) for name in class_names]
+        else:
+            plain = np.array_equal(classes, np.arange(n_classes))
+            self.class_names_ = None if plain else [str(label) for label in classes]
         self.documents_ = {} if documents is None else {plain_id(key): str(text) for key, text in documents.items()}
+        self.set_layers(fit_layers(self, points, given, n_classes, on_epoch), aside)
+        if known_ood is not None:
+            outside = torch.full((len(known_ood),), -1, device=known_ood.device)
+            self._model.add(known_ood, outside, [f"ood:{i}" for i in range(len(known_ood))])
         return self
 
+    def set_layers(self, layers: list[SDMLayer], held_out: tuple[Tensor, Tensor] | None = None) -> None:
+        """Take fitted layers, and the held-out points of the certificate, as this estimator's own."""
+        self.layers_ = layers
+        self._model = AveragedLayers(layers) if self.combine == "average" else layers[0]
+        self.held_out_ = held_out
+        self._rules: dict[float, CertifiedRule] = {}
+
     def _given_calibration(
-        self, calibration: Calibration, x: Tensor, names: list[Any], n_classes: int
+        self, calibration: Labelled, x: Tensor, names: list[Any], classes: NDArray[Any]
     ) -> tuple[Tensor, Tensor, list[Any]]:
         """The calibration split that the caller gives, checked against the training split: (x, labels, ids)."""
+        if self.combine == "average":
+            raise ValueError(
+                'calibration fixes the split of a single layer: use combine="best", or held_out for the certificate.'
+            )
         if len(calibration) not in (2, 3):
             raise ValueError("calibration must be (Xc, yc) or (Xc, yc, idsc).")
-        x_ca, y_ca = self.matrix(calibration[0], "calibration X"), label_tensor(calibration[1], "calibration y")
+        x_ca = self.matrix(calibration[0], "calibration X")
+        y_ca = encode_labels(calibration[1], classes, "calibration y")
         check_lengths("calibration X", len(x_ca), "calibration y", len(y_ca))
         if x_ca.shape[1] != x.shape[1]:
             raise ValueError(
@@ -179,36 +250,11 @@ class SDMEstimator:
             names_ca = list(range(len(x), len(x) + len(x_ca)))
         if shared := set(names) & set(names_ca):
             raise ValueError(f"The id {next(iter(shared))!r} is used in both splits: ids must differ between them.")
-        check_classes(y_ca, n_classes, "calibration y", least=1)
+        check_classes(y_ca, classes, "calibration y", least=1)
         return x_ca, y_ca.to(x.device), names_ca
 
-    def _fit_round(
-        self,
-        train: tuple[Tensor, Tensor, list[Any]],
-        held: tuple[Tensor, Tensor, list[Any]],
-        n_classes: int,
-        rng: np.random.Generator,
-        on_epoch: Callable[[dict[str, float]], None],
-    ) -> SDMLayer:
-        trained = train_adaptor(
-            train[:2],
-            held[:2],
-            n_classes,
-            exemplar_dim=self.exemplar_dim,
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            center=self.center,
-            generator=torch.Generator().manual_seed(int(rng.integers(2**62))),
-            make_support=self.make_support(),
-            on_epoch=on_epoch,
-        )
-        return SDMLayer.build(
-            trained.adaptor, train, held, n_classes, self.make_support(), trained.loss, trained.history
-        )
-
     def recalibrate(self, alpha: float) -> SDMEstimator:
-        """Answer for another alpha from now on: Algorithm 1 is run again, nothing is re-trained."""
+        """Answer for another alpha from now on: region and certificate are found anew, nothing is re-trained."""
         self._check_fitted()
         self.alpha_ = check_alpha(alpha)
         return self
@@ -225,7 +271,8 @@ class SDMEstimator:
         A label outside the classes marks a known out-of-distribution region: such a point can only end a run of q.
         """
         self._check_fitted()
-        x, labels = self.matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
+        x = self.matrix(X, "X", self.n_features_in_)
+        labels = encode_labels(y, self.classes_)
         check_lengths("X", len(x), "y", len(labels))
         if ids is None:
             known = len(self.layers_[0].support_ids)
@@ -234,8 +281,12 @@ class SDMEstimator:
         taken = set(names).intersection(*[{*layer.support_ids, *layer.calibration_ids} for layer in self.layers_])
         if taken:
             raise ValueError(f"The id {next(iter(taken))!r} is already in use: give new points ids of their own.")
-        for layer in self.layers_:
-            layer.add(x, labels.to(x.device), names)
+        if self.combine == "all":
+            for layer in self.layers_:
+                layer.add(x, labels.to(x.device), names)
+        else:
+            self._model.add(x, labels.to(x.device), names)
+        self._rules = {}
         self.documents_.update({plain_id(key): str(text) for key, text in (documents or {}).items()})
         return self
 
@@ -250,9 +301,11 @@ class SDMEstimator:
         self._check_fitted()
         new = copy.copy(self)
         new.documents_ = dict(self.documents_)
-        new.layers_ = [copy.copy(layer) for layer in self.layers_]
-        for layer in new.layers_:
-            layer.support = copy.copy(layer.support)  # adding replaces its tensors, it does not write into them
+        layers = [copy.copy(layer) for layer in self.layers_]
+        for layer in layers:  # adding replaces the tensors of a support, it does not write into them
+            layer.support = copy.copy(layer.support)
+            layer.whitened = copy.copy(layer.whitened)
+        new.set_layers(layers, self.held_out_)
         return new.add_to_support(X, y, ids, documents)
 
     # Scoring
@@ -281,22 +334,34 @@ class SDMEstimator:
         if own is not None:
             self._check_single("score with exclude")  # every round has a support of its own
             check_lengths("X", len(x), "exclude", len(own))
-        if regions is not None:
+        if regions is not None and self.combine == "all":
             self._check_single("score with regions")
-        first, *others = self.layers_
-        scores = first.score(x, alpha, own, regions)
-        if not others:
-            return scores
+        scores = self._model.score(x, alpha, own, regions)
+        if self.combine == "all":
+            scores = self._agreed(scores, x, alpha)
+        if self.rule == "certified":
+            return replace(scores, accepted=self.certified_rule(alpha).accepts(scores))
+        return replace(scores, accepted=scores.accepted_lower) if self.rule == "region lower" else scores
+
+    def _agreed(self, scores: Scores, x: Tensor, alpha: float) -> Scores:
+        """Of an ensemble: accepted is what all layers accept as the same class."""
         accepted, accepted_lower = scores.accepted, scores.accepted_lower
-        at = first.accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
-        for layer in others:
+        at = self.layers_[0].accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
+        for layer in self.layers_[1:]:
             other = layer.score(x, alpha)
             agree = other.prediction == scores.prediction
             accepted = accepted & other.accepted & agree
             accepted_lower = accepted_lower & other.accepted_lower & agree
             at &= layer.accepted_at(other.q_prime, other.p, other.prediction, ALPHA_GRID) & agree[:, None]
         highest = highest_alpha(at)
-        return replace(scores, accepted=accepted, accepted_lower=accepted_lower, highest_alpha=highest)
+        return replace(
+            scores, accepted=accepted, in_region=accepted, accepted_lower=accepted_lower, highest_alpha=highest
+        )
+
+    def predict(self, X: ArrayLike | Tensor) -> NDArray[Any]:
+        """The predicted label of each row, accepted or not."""
+        labels: NDArray[Any] = self.classes_[self.score(X).prediction]
+        return labels
 
     def output(self, X: Tensor, exclude: Tensor | None = None) -> Tensor:
         """SDM(z') of each row, (N, C) on the CPU: what a training step needs, without the rest of `score`.
@@ -309,13 +374,18 @@ class SDMEstimator:
     def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
         """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
         self._check_fitted()
-        return _positions([plain_id(i) for i in ids], self.layers_[0])
+        where = {name: i for i, name in enumerate(self.layers_[0].support_ids)}
+        return np.array([where.get(plain_id(name), -1) for name in ids], dtype=np.int64)
 
     def accepted_at(self, scores: Scores, alphas: Iterable[float]) -> NDArray[np.bool_]:
         """Which points are accepted at each of several alphas, (N, number of alphas)."""
-        self._check_single("accepted_at")
+        if self.combine == "all":
+            self._check_single("accepted_at")
+        self._check_fitted()
         wanted = [check_alpha(a) for a in alphas]
-        return self.layers_[0].accepted_at(scores.q_prime, scores.p, scores.prediction, wanted)
+        if self.rule == "certified":
+            return np.stack([self.certified_rule(a).accepts(scores) for a in wanted], axis=1)
+        return self._model.accepted_at(scores.q_prime, scores.p, scores.prediction, wanted)
 
     def explain(self, X: ArrayLike | Tensor, k: int = 5) -> list[Explanation]:
         """For each row: the decision in a sentence, the k nearest support documents, and calibration peers."""
@@ -323,30 +393,84 @@ class SDMEstimator:
         if k < 1:
             raise ValueError(f"k is {k} but must be at least 1.")
         x = self.matrix(X, "X", self.n_features_in_)
-        return explain_points(self.layers_[0], x, self.score(X), self.alpha_, self.documents_, k, self.class_names_)
+        rule = self.certificate_ if self.rule == "certified" else None
+        return explain_points(
+            self.layers_[0], self._model, x, self.score(X), self.alpha_, self.documents_, k, self.class_names_, rule
+        )
+
+    def label_errors(self, most: int = 20) -> list[LabelError]:
+        """Known points whose label contradicts a dense neighbourhood that agrees otherwise, the most suspicious first."""
+        self._check_fitted()
+        return suspected_label_errors(self.calibration_, self.calibration_ids_, self.documents_, most)
+
+    # Promises
+
+    @property
+    def certificate_(self) -> CertifiedRule:
+        """The certified rule at `alpha_`."""
+        return self.certified_rule(self.alpha_)
+
+    def certified_rule(self, alpha: float) -> CertifiedRule:
+        """The certified rule at any alpha, from the held-out points; remembered until the support changes."""
+        self._check_fitted()
+        if self.held_out_ is None:
+            raise ValueError("No points were held out for a certificate: give fresh ones to certify.")
+        if alpha not in self._rules:
+            x, labels = self.held_out_
+            rule = self._certified(x, labels, alpha, self.delta, self.promise, self.epsilon, None)
+            self._rules[alpha] = rule
+        return self._rules[alpha]
 
     def certify(
-        self, X: ArrayLike | Tensor, y: ArrayLike | Tensor, delta: float = 0.05, classes: Sequence[int] | None = None
-    ) -> Certificate:
-        """The loosest region whose accuracy among the accepted is at least alpha for each predicted class, with
-        probability at least 1 - delta; X and y must have played no part in fitting. See `sdmlm.estimator.certify`.
+        self,
+        X: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        delta: float | None = None,
+        classes: Sequence[int] | None = None,
+        promise: Promise | None = None,
+        epsilon: float | None = None,
+    ) -> CertifiedRule | Certificate:
+        """A rule with a promise, from labelled points that played no part in fitting (`sdmlm.estimator.acceptance`).
 
-        `classes`: the predicted classes that the certificate covers (default: all); others are then always rejected.
+        `classes`: the predicted classes that may be accepted, as indices (default: all). With rule "region", it is the
+        region that is tightened until the promise holds for each predicted class (`sdmlm.estimator.certify`).
         """
-        self._check_single("certify")
-        x, labels = self.matrix(X, "X", self.n_features_in_), label_tensor(y, "y")
+        if self.combine == "all":
+            self._check_single("certify")
+        self._check_fitted()
+        x, labels = self.matrix(X, "X", self.n_features_in_), encode_labels(y, self.classes_)
         check_lengths("X", len(x), "y", len(labels))
-        layer, scores = self.layers_[0], self.score(X)
         if (known := self.share_fitted(X)) > 0.25:
             raise ValueError(
                 f"{known:.0%} of these points were fitted over (in the support or the calibration half): a certificate needs "
                 "points that played no part in fitting."
             )
-        grid = threshold_grid(self.region_, layer.calibration.q_prime.numpy())
+        delta = self.delta if delta is None else delta
+        if self.rule == "certified":
+            rest = (promise or self.promise, self.epsilon if epsilon is None else epsilon, classes)
+            return replace(self._certified(x, labels, self.alpha_, delta, *rest), estimator=self.digest())
+        scores = self.score(X)
+        grid = threshold_grid(self.region_, self.calibration_.q_prime.numpy())
         certificate = certify_region(
             self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes
         )
         return replace(certificate, estimator=self.digest())
+
+    def _certified(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        alpha: float,
+        delta: float,
+        promise: Promise,
+        epsilon: float,
+        classes: Sequence[int] | None,
+    ) -> CertifiedRule:
+        ca, scores = self.calibration_, self._model.score(x, alpha)
+        known = Evidence(confidence_of(ca.z, ca.q).numpy(), ca.d.numpy(), ca.predictions.numpy(), ca.labels.numpy())
+        fresh = Evidence(scores.confidence, scores.d, scores.prediction, labels.cpu().numpy())
+        settings: dict[str, Any] = {"alpha": alpha, "delta": delta, "promise": promise, "epsilon": epsilon}
+        return certify_rule(known, fresh, len(self.classes_), **settings, classes=classes)
 
     def share_fitted(self, X: ArrayLike | Tensor) -> float:
         """How many of these points were fitted over: they are in the support or among the calibration points."""
@@ -360,9 +484,13 @@ class SDMEstimator:
 
     @property
     def region_(self) -> HighReliabilityRegion:
-        """The high-reliability region at `alpha_` (of the best round)."""
+        """The high-reliability region at `alpha_`."""
+        return self.region(self.alpha_)
+
+    def region(self, alpha: float) -> HighReliabilityRegion:
+        """The high-reliability region at any alpha (of an ensemble: of the best round)."""
         self._check_fitted()
-        return self.layers_[0].region(self.alpha_)
+        return self._model.region(alpha)
 
     @property
     def loss_(self) -> float:
@@ -397,9 +525,9 @@ class SDMEstimator:
 
     @property
     def calibration_(self) -> Points:
-        """The calibration points of the best round: labels, z', q, d, SDM output and q'."""
+        """Out-of-sample labels, z', q, d, SDM output and q' of the calibration points."""
         self._check_fitted()
-        return self.layers_[0].calibration
+        return self._model.calibration
 
     @property
     def support_ids_(self) -> list[DocumentId]:
@@ -409,14 +537,9 @@ class SDMEstimator:
 
     @property
     def calibration_ids_(self) -> list[DocumentId]:
-        """The ids of the calibration points of the best round."""
+        """The ids of the calibration points."""
         self._check_fitted()
-        return self.layers_[0].calibration_ids
-
-    def region(self, alpha: float) -> HighReliabilityRegion:
-        """The high-reliability region at any alpha (of the best round)."""
-        self._check_fitted()
-        return self.layers_[0].region(alpha)
+        return self._model.calibration_ids
 
     def exemplars(self, X: ArrayLike | Tensor, k: int) -> list[tuple[Exemplar, ...]]:
         """The k nearest support documents of each row, nearest first."""
@@ -434,7 +557,7 @@ class SDMEstimator:
     def _check_single(self, method: str) -> None:
         self._check_fitted()
         if len(self.layers_) > 1:
-            raise ValueError(f"{method} works on a single model: fit with ensemble=False.")
+            raise ValueError(f"{method} works on a single model: fit with combine='best'.")
 
     def torch_device(self) -> torch.device:
         device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -452,6 +575,13 @@ class SDMEstimator:
         return float_matrix(values, name, self.torch_device(), width, allow_empty)
 
 
-def _positions(ids: Sequence[Any], layer: SDMLayer) -> NDArray[np.int64]:
-    where = {name: i for i, name in enumerate(layer.support_ids)}
-    return np.array([where.get(name, -1) for name in ids], dtype=np.int64)
+PUBLISHED: dict[str, Any] = {
+    "rule": "region",
+    "combine": "best",
+    "distance": "exemplar",
+    "rounds": 10,
+    "learning_rate": 1e-5,
+    "epochs": 200,
+    "exemplar_dim": 1000,
+    "center": "global",
+}

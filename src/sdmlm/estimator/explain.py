@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sdmlm.estimator.layer import SDMLayer
+from sdmlm.estimator.acceptance import CertifiedRule, Evidence
+from sdmlm.estimator.average import AveragedLayers
+from sdmlm.estimator.layer import Points, SDMLayer, confidence_of
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportSet
@@ -45,7 +47,7 @@ class Explanation:
     reason: str
     prediction: int
     probability: float
-    q: int
+    q: float
     d: float
     q_prime: float
     exemplars: tuple[Exemplar, ...]
@@ -57,8 +59,38 @@ def decisions(q: Any, accepted: Any) -> Any:
     return np.where(np.asarray(q) == 0, "out of distribution", np.where(np.asarray(accepted), "accepted", "rejected"))
 
 
+def certified_reason(scores: Scores, i: int, rule: CertifiedRule, class_names: Sequence[Any] | None = None) -> str:
+    """One plain sentence on the decision about point i under a certified rule."""
+    c, q, confidence = int(scores.prediction[i]), float(scores.q[i]), float(scores.confidence[i])
+    name = f"class {c}" if class_names is None else f'"{class_names[c]}"'
+    known = (
+        f"about {q:.0f} of the most similar known examples were" if q >= 1.5 else "hardly any similar known example was"
+    )
+    seen = f"{known} predicted {name}, and rightly so"
+    if scores.accepted[i]:
+        return (
+            f"Accepted as {name}: {seen} (confidence {confidence:.2f}, at least {rule.thresholds[c]:.2f}), and it is not far "
+            f"from them (d {scores.d[i]:.2f}, at least {rule.least_distance:.2f})."
+        )
+    if q == 0:
+        return f"Not accepted: the most similar known example is not one that was rightly predicted {name} (q = 0)."
+    if not rule.certified:
+        return f"Not accepted: {rule.sentence()}"
+    if not rule.near_enough(scores.d[i : i + 1])[0]:
+        return (
+            f"Not accepted: it is unlike the known examples (d {scores.d[i]:.2f}, at least {rule.least_distance:.2f} is asked "
+            f"for; {rule.epsilon:.0%} of the known points are as far away)."
+        )
+    if math.isinf(rule.thresholds[c]):
+        return f"Not accepted: no prediction of {name} is accepted under this promise."
+    return (
+        f"Not accepted: {seen}, which gives a confidence of {confidence:.2f}, below the {rule.thresholds[c]:.2f} that alpha "
+        f"{rule.alpha:g} asks for."
+    )
+
+
 def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: Sequence[Any] | None = None) -> str:
-    """One plain sentence on the decision about point i."""
+    """One plain sentence on the decision about point i by the high-reliability region."""
     c, q, q_prime, p = int(scores.prediction[i]), int(scores.q[i]), scores.q_prime[i], scores.probability[i]
     name = f"class {c}" if class_names is None else f'"{class_names[c]}"'
     agree = f"the nearest {q} training documents are" if q > 1 else "only the nearest training document is"
@@ -88,19 +120,30 @@ def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: S
 
 def explain_points(
     layer: SDMLayer,
+    model: SDMLayer | AveragedLayers,
     x: Tensor,
     scores: Scores,
     alpha: float,
     documents: Mapping[Any, str],
     k: int,
     class_names: Sequence[Any] | None = None,
+    rule: CertifiedRule | None = None,
 ) -> list[Explanation]:
-    """Explanations of raw vectors x (N, D) with their scores; k exemplars and k peers each."""
-    region, ca = layer.region(alpha), layer.calibration
+    """Explanations of raw vectors x (N, D) with their scores; k exemplars and k peers each.
+
+    Neighbours are those of `layer`; `model` decides, which is that layer or an average over several. `rule`: the certified
+    rule, where it is what decides.
+    """
+    region, ca = model.region(alpha), _calibration_of(layer, model)
     vectors, _ = layer.adaptor(x)
     exemplars = exemplars_of(layer.support, vectors, layer.support_ids, documents, k)
     decided = decisions(scores.q, scores.accepted)
-    decided_ca = decisions(ca.q, region.contains(ca.q_prime, ca.p, ca.predictions))
+    if rule is None:
+        inside = region.contains(ca.q_prime, ca.p, ca.predictions)
+    else:
+        confidence = confidence_of(ca.z, ca.q).numpy()
+        inside = rule.accepts(Evidence(confidence, ca.d.numpy(), ca.predictions.numpy()))
+    decided_ca = decisions(ca.q, inside)
     predictions_ca, right_ca = ca.predictions.numpy(), (ca.predictions == ca.labels).numpy()
     peers: dict[int, Peers] = {}
     for decision, c in sorted({(str(a), int(b)) for a, b in zip(decided, scores.prediction, strict=True)}):
@@ -115,10 +158,10 @@ def explain_points(
     return [
         Explanation(
             str(decided[i]),
-            reason(scores, i, region, class_names),
+            reason(scores, i, region, class_names) if rule is None else certified_reason(scores, i, rule, class_names),
             int(scores.prediction[i]),
             float(scores.probability[i]),
-            int(scores.q[i]),
+            scores.q[i].item(),
             float(scores.d[i]),
             float(scores.q_prime[i]),
             exemplars[i],
@@ -126,6 +169,15 @@ def explain_points(
         )
         for i in range(len(scores))
     ]
+
+
+def _calibration_of(layer: SDMLayer, model: SDMLayer | AveragedLayers) -> Points:
+    """The calibration points of the layer, with the signals by which the model decides."""
+    if isinstance(model, SDMLayer):
+        return layer.calibration
+    where = {name: i for i, name in enumerate(model.calibration_ids)}
+    at = torch.tensor([where[name] for name in layer.calibration_ids])
+    return Points(**{f.name: getattr(model.calibration, f.name)[at] for f in fields(Points)})
 
 
 def exemplars_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from sdmlm.estimator.region import (
 )
 from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportMatch, SupportSet
+from sdmlm.estimator.whitening import Whitening
 
 # Where `highest_alpha` looks: every hundredth, and finer towards 1.
 ALPHA_GRID: tuple[float, ...] = (*(round(0.51 + 0.01 * i, 2) for i in range(49)), 0.995, 0.999, 1.0)
@@ -49,10 +50,25 @@ class Points:
         return self.z.argmax(dim=1)
 
 
+def points_of(labels: Tensor, z: Tensor, q: Tensor, d_nearest: Tensor, d: Tensor) -> Points:
+    """The outputs that follow from labels and the three signals."""
+    return Points(labels, z, q, d_nearest, d, *activate(z, q, d))
+
+
 def activate(z: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """(SDM(z'), q') of points with these z', q and d."""
     p = sdm(z, q, d)
     return p, rescaled_similarity(q, p.gather(1, z.argmax(dim=1, keepdim=True)).squeeze(1))
+
+
+def confidence_of(z: Tensor, q: Tensor) -> Tensor:
+    """Similarity and Magnitude in one figure, (N,): the log-odds of the SDM output at the prediction, with d = 1.
+
+    Minus infinity where q = 0: such a point is out of distribution, whatever its Magnitude.
+    """
+    scaled = (z - z.amax(dim=1, keepdim=True)) * torch.log(2.0 + q.double()).unsqueeze(1)
+    others = scaled.scatter(1, z.argmax(dim=1, keepdim=True), -torch.inf)
+    return torch.where(q > 0, -torch.logsumexp(others, dim=1), -torch.inf)
 
 
 def highest_alpha(accepted_at: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -61,7 +77,27 @@ def highest_alpha(accepted_at: NDArray[np.bool_]) -> NDArray[np.float64]:
     return np.where(accepted_at.any(axis=1), highest, np.nan)
 
 
-class SDMLayer:
+class Regions:
+    """Algorithm 1 over calibration points, remembered by alpha."""
+
+    calibration: Points
+    _regions: dict[float, HighReliabilityRegion]
+
+    def region(self, alpha: float) -> HighReliabilityRegion:
+        """The high-reliability region at alpha, remembered until the support changes."""
+        if alpha not in self._regions:
+            if len(self._regions) >= _MOST_REGIONS:
+                self._regions.clear()
+            ca = self.calibration
+            self._regions[alpha] = find_region(ca.q_prime, ca.p, ca.labels, alpha)
+        return self._regions[alpha]
+
+    def accepted_at(self, q_prime: Any, p: Any, predictions: Any, alphas: Iterable[float]) -> NDArray[np.bool_]:
+        """Membership at each of several alphas, (N, number of alphas)."""
+        return membership([self.region(alpha) for alpha in alphas], q_prime, p, predictions)
+
+
+class SDMLayer(Regions):
     """Scores points with a trained adaptor. `support_ids` and `calibration_ids` name the documents of the two splits."""
 
     def __init__(
@@ -76,7 +112,12 @@ class SDMLayer:
         calibration_ids: list[Any],
         loss: float,
         history: list[dict[str, float]],
+        whitening: Whitening | None = None,
+        whitened: SupportSet | None = None,
+        calibration_whitened: Tensor | None = None,
     ) -> None:
+        """`whitening`, with the support and the calibration points after it: where Distance is not taken in h'."""
+        self.whitening, self.whitened, self.calibration_whitened = whitening, whitened, calibration_whitened
         self.adaptor, self.support, self.train_cdf = adaptor, support, train_cdf
         self.calibration_vectors = calibration_vectors
         self.support_ids, self.calibration_ids = support_ids, calibration_ids
@@ -94,16 +135,26 @@ class SDMLayer:
         make_support: MakeSupport,
         loss: float,
         history: list[dict[str, float]],
+        whiten: bool = False,
     ) -> SDMLayer:
-        """Embed both splits, each given as (x, labels, ids), with a trained adaptor."""
+        """Embed both splits, each given as (x, labels, ids), with a trained adaptor.
+
+        With `whiten`, Distance is taken in whitened h instead of h'.
+        """
         (x, y, ids), (x_ca, y_ca, ids_ca) = train, calibration
         vectors, z = adaptor(x)
         predictions = z.argmax(dim=1)
         support = make_support(vectors, y, predictions)
         # Points of the training split ignore their own entry, and have an eCDF of their own (docs/method.md, 3.2).
-        train_cdf = _train_cdf(support, n_classes)
         vectors_ca, z_ca = adaptor(x_ca)
-        return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history)
+        if not whiten:
+            train_cdf = _train_cdf(support, n_classes)
+            return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history)
+        whitening = Whitening.fit(x, y)
+        whitened = make_support(whitening(x), y, predictions)
+        train_cdf = _train_cdf(support, n_classes, whitened)
+        rest = whitening, whitened, whitening(x_ca)
+        return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history, *rest)
 
     @property
     def n_classes(self) -> int:
@@ -112,31 +163,37 @@ class SDMLayer:
     def calibrate(self) -> None:
         """q, d, SDM output and q' of the calibration points against the support as it is now."""
         found = _on_cpu(self.support.query(self.calibration_vectors, self._z_ca.argmax(dim=1)))
+        if self.whitened is not None and self.calibration_whitened is not None:
+            found = replace(found, d_nearest=self.whitened.neighbors(self.calibration_whitened, 1)[0].squeeze(1).cpu())
         self.cdf = DistanceCDF.fit(found.d_nearest, self._y_ca, found.q, self.n_classes)
-        d = self.cdf.quantile(found.d_nearest)
-        p, q_prime = activate(self._z_ca, found.q, d)
-        self.calibration = Points(self._y_ca, self._z_ca, found.q, found.d_nearest, d, p, q_prime)
+        d = self._distance(self.cdf, found.d_nearest, self._z_ca.argmax(dim=1))
+        self.calibration = points_of(self._y_ca, self._z_ca, found.q, found.d_nearest, d)
         self._regions: dict[float, HighReliabilityRegion] = {}
 
-    def region(self, alpha: float) -> HighReliabilityRegion:
-        """Algorithm 1 at alpha, remembered until the support changes."""
-        if alpha not in self._regions:
-            if len(self._regions) >= _MOST_REGIONS:
-                self._regions.clear()
-            ca = self.calibration
-            self._regions[alpha] = find_region(ca.q_prime, ca.p, ca.labels, alpha)
-        return self._regions[alpha]
+    def _distance(self, cdf: DistanceCDF, d_nearest: Tensor, predictions: Tensor) -> Tensor:
+        """d of points: the share of known points that are at least as far away.
 
-    def _signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
+        As published, the least over all classes. In whitened h, of the predicted class: over ten classes the least is 0 for
+        one known point in ten, because the class that lies closest together decides (docs/log.md, 2026-11-18).
+        """
+        if self.whitening is None:
+            least: Tensor = cdf.quantile(d_nearest)
+            return least
+        per_class: Tensor = cdf.quantile(d_nearest, per_class=True)
+        return per_class.gather(1, predictions.cpu().unsqueeze(1)).squeeze(1)
+
+    def signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
         """z', what the support says, and d, on the CPU."""
         vectors, z = self.adaptor(x)
         z = z.cpu()
         found = _on_cpu(self.support.query(vectors, z.argmax(dim=1), exclude))
+        if self.whitening is not None and self.whitened is not None:
+            vectors = self.whitening(x)
+            found = replace(found, d_nearest=self.whitened.neighbors(vectors, 1, exclude)[0].squeeze(1).cpu())
         noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
 
         def quantile(cdf: DistanceCDF) -> Tensor:
-            d: Tensor = cdf.quantile(cdf.snapped(found.d_nearest, noise))
-            return d
+            return self._distance(cdf, cdf.snapped(found.d_nearest, noise), z.argmax(dim=1))
 
         d = quantile(self.cdf)
         if exclude is not None:
@@ -145,7 +202,7 @@ class SDMLayer:
 
     def output(self, x: Tensor, exclude: Tensor | None = None) -> Tensor:
         """SDM(z') of raw vectors, (N, C) on the CPU: what a training step needs, without the rest of `score`."""
-        z, found, d = self._signals(x, exclude)
+        z, found, d = self.signals(x, exclude)
         return sdm(z, found.q, d)
 
     def score(
@@ -159,57 +216,73 @@ class SDMLayer:
 
         `regions` gives the region at an alpha, where it is not to be the layer's own.
         """
-        regions = regions or self.region
-        z, found, d = self._signals(x, exclude)
-        predictions = z.argmax(dim=1)
-        p, q_prime = activate(z, found.q, d)
-        ca = self.calibration
-        eps = dkw_epsilon(effective_sample_size(q_prime, ca.q_prime, ca.labels, self.n_classes), alpha)
-        d_lower, d_upper = (d - eps).clamp(min=0.0), (d + eps).clamp(max=1.0)
-        p_lower, q_prime_lower = activate(z, found.q, d_lower)
-        p_upper, q_prime_upper = activate(z, found.q, d_upper)
-        region = regions(alpha)
-        fields = {
-            "prediction": predictions,
-            "p": p,
-            "q": found.q,
-            "d": d,
-            "d_nearest": found.d_nearest,
-            "nearest": found.nearest,
-            "z": z,
-            "q_prime": q_prime,
-            "accepted": region.contains(q_prime, p, predictions),
-            "out_of_distribution": found.q == 0,
-            "d_lower": d_lower,
-            "d_upper": d_upper,
-            "p_lower": p_lower,
-            "p_upper": p_upper,
-            "q_prime_lower": q_prime_lower,
-            "q_prime_upper": q_prime_upper,
-            "accepted_lower": region.contains(q_prime_lower, p_lower, predictions),
-        }
-        arrays = {name: value.numpy() for name, value in fields.items()}
-        at = membership([regions(a) for a in ALPHA_GRID], arrays["q_prime"], arrays["p"], arrays["prediction"])
-        return Scores(**arrays, highest_alpha=highest_alpha(at))
-
-    def accepted_at(self, q_prime: Any, p: Any, predictions: Any, alphas: Iterable[float]) -> NDArray[np.bool_]:
-        """Membership at each of several alphas, (N, number of alphas)."""
-        return membership([self.region(alpha) for alpha in alphas], q_prime, p, predictions)
+        z, found, d = self.signals(x, exclude)
+        return scores_of(z, found, d, self.calibration, alpha, regions or self.region)
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
         """Labelled points join the support; weights and predictions stay, q and d change, so the region is found anew."""
         vectors, z = self.adaptor(x)
         self.support.add(vectors, labels, z.argmax(dim=1))
-        self.train_cdf = _train_cdf(self.support, self.n_classes)
+        if self.whitening is not None and self.whitened is not None:
+            self.whitened.add(self.whitening(x), labels, z.argmax(dim=1))
+        self.train_cdf = _train_cdf(self.support, self.n_classes, self.whitened)
         self.support_ids = [*self.support_ids, *ids]
         self.calibrate()
 
 
-def _train_cdf(support: SupportSet, n_classes: int) -> DistanceCDF:
+def scores_of(
+    z: Tensor,
+    match: SupportMatch,
+    d: Tensor,
+    calibration: Points,
+    alpha: float,
+    regions: Callable[[float], HighReliabilityRegion],
+) -> Scores:
+    """From the three signals of points to everything that is said about them; tensors on the CPU."""
+    n_classes = z.shape[1]
+    predictions = z.argmax(dim=1)
+    p, q_prime = activate(z, match.q, d)
+    counts = effective_sample_size(q_prime, calibration.q_prime, calibration.labels, n_classes)
+    eps = dkw_epsilon(counts, alpha)
+    d_lower, d_upper = (d - eps).clamp(min=0.0), (d + eps).clamp(max=1.0)
+    p_lower, q_prime_lower = activate(z, match.q, d_lower)
+    p_upper, q_prime_upper = activate(z, match.q, d_upper)
+    region = regions(alpha)
+    inside = region.contains(q_prime, p, predictions)
+    fields = {
+        "prediction": predictions,
+        "p": p,
+        "q": match.q,
+        "d": d,
+        "d_nearest": match.d_nearest,
+        "nearest": match.nearest,
+        "z": z,
+        "q_prime": q_prime,
+        "confidence": confidence_of(z, match.q),
+        "accepted": inside,
+        "in_region": inside,
+        "out_of_distribution": match.q == 0,
+        "d_lower": d_lower,
+        "d_upper": d_upper,
+        "p_lower": p_lower,
+        "p_upper": p_upper,
+        "q_prime_lower": q_prime_lower,
+        "q_prime_upper": q_prime_upper,
+        "accepted_lower": region.contains(q_prime_lower, p_lower, predictions),
+    }
+    arrays = {name: value.numpy() for name, value in fields.items()}
+    at = membership([regions(a) for a in ALPHA_GRID], arrays["q_prime"], arrays["p"], arrays["prediction"])
+    return Scores(**arrays, highest_alpha=highest_alpha(at))
+
+
+def _train_cdf(support: SupportSet, n_classes: int, whitened: SupportSet | None = None) -> DistanceCDF:
     """The eCDF of the support's own points, each ignoring its entry."""
     own = torch.arange(len(support), device=support.labels.device)
     found = support.query(support.vectors, support.predictions, exclude=own)
-    return DistanceCDF.fit(found.d_nearest, support.labels, found.q, n_classes)
+    nearest = found.d_nearest
+    if whitened is not None:
+        nearest = whitened.neighbors(whitened.vectors, 1, exclude=own)[0].squeeze(1)
+    return DistanceCDF.fit(nearest, support.labels, found.q, n_classes)
 
 
 def _on_cpu(found: SupportMatch) -> SupportMatch:

@@ -16,12 +16,13 @@ from sdmlm.estimator.adaptor import ExemplarAdaptor
 from sdmlm.estimator.layer import SDMLayer
 from sdmlm.estimator.region import DistanceCDF, check_alpha
 from sdmlm.estimator.validation import check_parameters, plain_id
+from sdmlm.estimator.whitening import Whitening
 from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER, read_artifact, write_artifact
 
 if TYPE_CHECKING:
     from sdmlm.estimator.estimator import SDMEstimator
 
-KIND, VERSION = "sdmlm estimator", 1
+KIND, VERSION = "sdmlm estimator", 2  # 1: before averaged layers and certified rules
 _NOT_SAVED = ("self", "device", "progress")  # they belong to the machine, not to what was fitted
 
 
@@ -33,6 +34,7 @@ def save(estimator: SDMEstimator, folder: str | Path) -> None:
         "parameters": {name: plain_id(getattr(estimator, name)) for name in names},  # NumPy scalars as plain ones
         "alpha": estimator.alpha_,
         "n_classes": len(estimator.classes_),
+        "classes": [plain_id(label) for label in estimator.classes_],
         "class_names": estimator.class_names_,
         "n_features": estimator.n_features_in_,
         "rounds": [{"loss": layer.loss, "history": layer.history} for layer in estimator.layers_],
@@ -48,7 +50,10 @@ def load(cls: type[SDMEstimator], folder: str | Path, device: str | torch.device
         raise ValueError(f"{folder} is a language model: its SDM layer is {Path(folder) / SDM_FOLDER}.")
     config, tensors, texts = read_artifact(folder, KIND, VERSION)
     try:
-        estimator = cls(**config["parameters"], device=device)
+        parameters = config["parameters"]
+        if config["format_version"] == 1:
+            parameters = _upgraded(parameters)
+        estimator = cls(**parameters, device=device)
         check_parameters(estimator)
         n_classes, n_features = int(config["n_classes"]), int(config["n_features"])
         estimator.alpha_ = check_alpha(config["alpha"])
@@ -64,8 +69,21 @@ def load(cls: type[SDMEstimator], folder: str | Path, device: str | torch.device
         raise ValueError(f"{folder} is damaged ({error}): restore it from a copy or fit again.") from error
     if not layers:
         raise ValueError(f"{folder} is damaged (it holds no layer): restore it from a copy or fit again.")
-    estimator.layers_, estimator.classes_, estimator.n_features_in_ = layers, np.arange(n_classes), n_features
+    estimator.classes_ = np.array(config.get("classes", range(n_classes)))
+    estimator.n_features_in_ = n_features
+    held_out = None
+    if "held_out.x" in tensors:
+        device = estimator.torch_device()
+        held_out = tensors["held_out.x"].to(device), tensors["held_out.labels"]
+    estimator.set_layers(layers, held_out)
     return estimator
+
+
+def _upgraded(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of format 1, when every estimator was as published."""
+    parameters = dict(parameters)
+    combine = "all" if parameters.pop("ensemble") else "best"
+    return {**parameters, "combine": combine, "rule": "region", "distance": "exemplar"}
 
 
 def digest(estimator: SDMEstimator) -> str:
@@ -95,7 +113,16 @@ def _tensors(estimator: SDMEstimator) -> dict[str, Tensor]:
             **{f"train_cdf.{c}": torch.from_numpy(v) for c, v in enumerate(layer.train_cdf.values)},
             **{f"support.{name}": value for name, value in layer.support.state().items()},
         }
+        if layer.whitening is not None and layer.whitened is not None and layer.calibration_whitened is not None:
+            parts |= {
+                "whitening.mean": layer.whitening.mean,
+                "whitening.matrix": layer.whitening.matrix,
+                "whitened.vectors": layer.whitened.state()["vectors"],
+                "calibration.whitened": layer.calibration_whitened,
+            }
         tensors.update({f"layer.{i}.{name}": value for name, value in parts.items()})
+    if estimator.held_out_ is not None:
+        tensors["held_out.x"], tensors["held_out.labels"] = estimator.held_out_
     return tensors
 
 
@@ -119,6 +146,11 @@ def _load_layer(
     support = estimator.make_support()(**parts)  # type: ignore[call-arg]
     if len(support) != len(ids["support"]) or len(own["calibration.labels"]) != len(ids["calibration"]):
         raise KeyError("ids and vectors differ in number")
+    whitening: tuple[Any, ...] = ()
+    if "whitening.matrix" in own:
+        whitened = estimator.make_support()(own["whitened.vectors"], support.labels, support.predictions)
+        matrices = Whitening(own["whitening.mean"], own["whitening.matrix"])
+        whitening = matrices, whitened, own["calibration.whitened"]
     return SDMLayer(
         adaptor,
         support,
@@ -130,4 +162,5 @@ def _load_layer(
         ids["calibration"],
         metadata["loss"],
         metadata["history"],
+        *whitening,
     )

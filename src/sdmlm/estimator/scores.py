@@ -20,13 +20,15 @@ class Scores:
 
     prediction: NDArray[np.int64]  # y_hat = argmax z'
     p: NDArray[np.float64]  # (N, C) SDM(z')
-    q: NDArray[np.int64]  # Similarity: leading neighbours that agree
+    q: NDArray[Any]  # Similarity: leading neighbours that agree; a geometric mean over averaged layers
     d: NDArray[np.float64]  # Distance in [0, 1], 1 = as near as can be
     d_nearest: NDArray[np.float64]  # Euclidean distance to the nearest support vector
     nearest: NDArray[np.int64]  # its index in the support
     z: NDArray[np.float64]  # (N, C) Magnitude: z'
     q_prime: NDArray[np.float64]  # rescaled similarity q'
-    accepted: NDArray[np.bool_]  # in the high-reliability region
+    confidence: NDArray[np.float64]  # Similarity and Magnitude: log-odds of the SDM output with d = 1
+    accepted: NDArray[np.bool_]  # by the estimator's rule: certified, or the high-reliability region
+    in_region: NDArray[np.bool_]  # in the high-reliability region of the papers
     out_of_distribution: NDArray[np.bool_]  # q = 0: rejected whatever else holds
     d_lower: NDArray[np.float64]  # max(d - eps, 0)
     d_upper: NDArray[np.float64]  # min(d + eps, 1)

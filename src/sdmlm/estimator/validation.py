@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdmlm.errors import BadSetting
-from sdmlm.estimator.region import check_alpha
+from sdmlm.estimator.acceptance import check_promise
 
 
 def random_halves(labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -30,6 +30,19 @@ def random_halves(labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[
     return np.sort(np.array(halves[0])), np.sort(np.array(halves[1]))
 
 
+def random_folds(labels: NDArray[np.int64], folds: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """A random partition of the points into folds, class by class; sorted indices."""
+    if folds == 2:
+        return list(random_halves(labels, rng))
+    fold = np.empty(len(labels), dtype=np.int64)
+    start = 0
+    for c in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        fold[members] = (start + np.arange(len(members))) % folds
+        start += len(members)  # so that the folds stay of one size
+    return [np.flatnonzero(fold == k) for k in range(folds)]
+
+
 def label_tensor(values: Any, name: str) -> Tensor:
     array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
     if array.ndim != 1:
@@ -42,29 +55,88 @@ def label_tensor(values: Any, name: str) -> Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def count_classes(labels: Tensor) -> int:
-    if int(labels.min()) < 0:
-        raise ValueError(f"y holds the label {int(labels.min())}, which is out of range: labels are 0..C-1.")
-    found = torch.unique(labels)
-    if len(found) < 2:
-        raise ValueError(f"y holds only one class ({int(found[0])}): at least two classes are needed.")
-    n_classes = int(found[-1]) + 1
-    if len(found) < n_classes:
-        gap = next(c for c in range(len(found) + 1) if c >= len(found) or int(found[c]) != c)
-        raise ValueError(
-            f"y has no point of class {gap} although it holds the label {n_classes - 1}: labels are 0..C-1, at least 2 "
-            "points of each class."
-        )
-    return n_classes
+def find_classes(y: Any) -> NDArray[Any]:
+    """The distinct labels, sorted; whole numbers given as floats are whole numbers."""
+    array = _label_array(y, "y")
+    classes = np.unique(array)
+    if len(classes) < 2:
+        named = f" ({classes[0]})" if len(classes) else ""
+        raise ValueError(f"y holds only one class{named}: at least two classes are needed.")
+    if len(classes) > 1000 and len(classes) > len(array) // 2:
+        raise ValueError(f"y holds {len(classes)} different labels for {len(array)} points: labels must be classes.")
+    return classes
 
 
-def check_classes(labels: Tensor, n_classes: int, name: str, least: int) -> None:
-    if int(labels.min()) < 0 or int(labels.max()) >= n_classes:
-        wrong = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
-        raise ValueError(f"{name} holds the label {wrong}, which is out of range: the classes are 0..{n_classes - 1}.")
-    for c, count in enumerate(torch.bincount(labels, minlength=n_classes).tolist()):
+def encode_labels(y: Any, classes: NDArray[Any], name: str | None = None) -> Tensor:
+    """Labels as indices into `classes`; others become -1, or are refused where the labels have a `name`."""
+    array = _label_array(y, name or "y")
+    try:
+        at = np.clip(np.searchsorted(classes, array), 0, len(classes) - 1)
+        known = classes[at] == array
+    except TypeError:  # numbers and texts cannot be compared
+        at, known = np.zeros(len(array), dtype=np.int64), np.zeros(len(array), dtype=bool)
+    if name is not None and not np.all(known):
+        wrong = array[~np.asarray(known)][0]
+        raise ValueError(f"{name} holds the label {wrong!r}, which is not one of the classes {_listed(classes)}.")
+    return torch.from_numpy(np.where(known, at, -1).astype(np.int64))
+
+
+def _label_array(values: Any, name: str) -> NDArray[Any]:
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape} but must be one label per point.")
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all() or not (array == np.floor(array)).all():
+            raise ValueError(f"{name} holds numbers that are not whole: labels must be classes, not measurements.")
+        return array.astype(np.int64)
+    if array.dtype.kind == "O":
+        kinds = {type(value) for value in array.tolist()}
+        if kinds <= {str}:
+            return array.astype(str)
+        odd = next((value for value in array.tolist() if not isinstance(value, (str, int, bool))), None)
+        if odd is not None or len(kinds) > 1:
+            raise ValueError(
+                f"{name} mixes kinds of labels or holds {odd!r}: give all as texts or all as whole numbers."
+            )
+        return array.astype(np.int64)
+    if array.dtype.kind == "b":
+        return array.astype(np.int64)
+    if array.size and array.dtype.kind not in "iuUS":
+        raise ValueError(f"{name} holds {array.dtype} values: labels must be whole numbers or texts.")
+    return array
+
+
+def _listed(classes: NDArray[Any]) -> str:
+    shown = ", ".join(map(str, classes[:8].tolist()))
+    return shown + (", ..." if len(classes) > 8 else "")
+
+
+def held_out_split(
+    labels: NDArray[np.int64], needed: int, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(points to fit on, points to hold out for the certificate), class by class, sorted.
+
+    Three in ten are held out; of few points up to half, since a certificate needs some 150 to have a chance. Where half of
+    the points are fewer than the `needed` ones, no certificate can come of them, and all are fitted on. Every class keeps
+    at least four points to fit on.
+    """
+    if len(labels) // 2 < needed:
+        return np.arange(len(labels)), np.empty(0, dtype=np.int64)
+    share = max(0.3, min(0.5, 150 / len(labels)))
+    kept = np.zeros(len(labels), dtype=bool)
+    for c in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        kept[members[: max(min(4, len(members)), len(members) - round(share * len(members)))]] = True
+    return np.flatnonzero(kept), np.flatnonzero(~kept)
+
+
+def check_classes(labels: Tensor, classes: NDArray[Any], name: str, least: int) -> None:
+    """Refuse labels with too few points of some class."""
+    for c, count in enumerate(torch.bincount(labels, minlength=len(classes)).tolist()):
         if count < least:
-            raise ValueError(f"{name} has {count} point(s) of class {c}: at least {least} of each class are needed.")
+            raise ValueError(
+                f"{name} has {count} point(s) of class {classes[c]}: at least {least} of each class are needed."
+            )
 
 
 def check_lengths(name: str, length: int, other: str, other_length: int) -> None:
@@ -91,22 +163,38 @@ def checked_ids(ids: Sequence[Any] | None, n: int, name: str) -> list[Any]:
 
 def check_parameters(estimator: Any) -> None:
     """Refuse constructor parameters that nothing can be fitted with; as scikit-learn does, when `fit` is called."""
-    check_alpha(estimator.alpha)
-    for name in ("exemplar_dim", "epochs", "batch_size", "rounds"):
+    check_promise(estimator.alpha, estimator.delta, estimator.promise, estimator.epsilon)
+    for name, optional in (("exemplar_dim", True), ("epochs", True), ("rounds", True), ("batch_size", False)):
         value = getattr(estimator, name)
+        if value is None and optional:
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise BadSetting(name, f"is {value!r} but must be a whole number of at least 1.")
     rate, seed, max_q = estimator.learning_rate, estimator.seed, estimator.max_q
-    if not isinstance(rate, (int, float, np.number)) or not 0 < rate < math.inf:
+    if rate is not None and (not isinstance(rate, (int, float, np.number)) or not 0 < rate < math.inf):
         raise BadSetting("learning_rate", f"is {rate!r} but must be a positive number.")
+    for name in ("exemplar_dim", "epochs"):
+        if rate is None and getattr(estimator, name) is not None:
+            raise BadSetting(name, "is set without a learning_rate: give both, or neither for automatic settings.")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise BadSetting("seed", f"is {seed!r} but must be a whole number of at least 0.")
-    if estimator.center not in ("global", "feature"):
-        raise BadSetting("center", f'is {estimator.center!r} but must be "global" or "feature".')
-    if estimator.index not in ("exact", "faiss"):
-        raise BadSetting("index", f'is {estimator.index!r} but must be "exact" or "faiss".')
+    for name, choices in CHOICES.items():
+        value = getattr(estimator, name)
+        if value not in choices:
+            raise BadSetting(name, f"is {value!r} but must be one of {', '.join(map(repr, choices))}.")
+    if estimator.rule == "certified" and estimator.combine == "all":
+        raise BadSetting("rule", 'is "certified", which does not go with combine "all": use "region".')
     if max_q is not None and (not isinstance(max_q, (int, np.integer)) or max_q < 1):
         raise BadSetting("max_q", f"is {max_q!r} but must be a whole number of at least 1, or None for no cap.")
+
+
+CHOICES = {
+    "rule": ("certified", "region", "region lower"),
+    "combine": ("average", "best", "all"),
+    "distance": ("whitened", "exemplar"),
+    "center": ("global", "feature"),
+    "index": ("exact", "faiss"),
+}
 
 
 def float_matrix(

@@ -51,7 +51,8 @@ def write_artifact(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _temporary(folder / "tensors.tmp") as path:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+            # Tensors of several layers may share memory, which the format does not allow.
+            save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
             tensor_file = _into_place(path, "tensors", ".safetensors", written)
         with _temporary(folder / "texts.tmp") as path:
             path.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")

@@ -1,0 +1,317 @@
+"""Acceptance with a promise: which predictions to accept, and what is certified about them (docs/estimator.md).
+
+A rule accepts a point when two things hold. Its *confidence* (Similarity and Magnitude: the log-odds of the SDM output at d =
+1) is at least a threshold t, and its *Distance* d is at least a bound below which only a share epsilon of the known points lies.
+The first part carries the promise. The second is the price for seeing shifts, about which no certificate can say anything.
+
+The threshold is found on points that played no part in fitting. Candidate thresholds come from the calibration points and are
+tried in a fixed order, from the one that those points call most likely to pass towards looser ones, until one fails
+(fixed-sequence testing, which needs no correction). Each is tested against "the accuracy among the accepted is below alpha"
+by the exact binomial test. So with probability at least 1 - delta the accuracy among the accepted is at least alpha,
+for new points drawn like the held-out ones.
+
+promise="overall"    over all accepted points
+promise="predicted"  for each predicted class: a threshold per class, each at level delta / (number of classes)
+promise="class"      for each predicted and each true class, as the papers ask: one threshold, all tests must pass
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from sdmlm.errors import BadSetting
+from sdmlm.estimator.region import check_alpha
+from sdmlm.storage.artifacts import finite_or_none, none_as_infinity, write_text_atomically
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Promise = Literal["overall", "predicted", "class"]
+
+KIND = "sdmlm certified rule"
+_CANDIDATES = 100
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rule looks at, for N points: confidence, Distance and prediction; `labels` where they are known."""
+
+    confidence: Floats
+    d: Floats
+    predictions: NDArray[np.int64]
+    labels: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.confidence)
+
+    @property
+    def right(self) -> Mask:
+        """Whether each prediction is the true class."""
+        if self.labels is None:
+            raise ValueError("These points have no labels: a certificate needs labelled points.")
+        return np.asarray(self.predictions == self.labels)
+
+
+@dataclass(frozen=True)
+class RuleTest:
+    """One exact binomial test: of a threshold, for the points of one group ("all", "predicted 1", "true 0", ...)."""
+
+    threshold: float
+    group: str
+    accepted: int
+    errors: int
+    p_value: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class CertifiedRule:
+    """A rule of acceptance with what is certified about it.
+
+    Attributes
+    ----------
+    thresholds : tuple of float
+        The least confidence by predicted class; infinite where nothing is accepted.
+    least_distance : float
+        The least Distance d. A point with d = 0 is never accepted while epsilon is above 0.
+    held_out : int
+        How many held-out points the certificate was made from.
+    needed : int
+        A rough number of held-out points with which a certificate could be expected; 0 where there is one.
+    tests : tuple of RuleTest
+        Every test that was made, in order.
+    """
+
+    alpha: float
+    delta: float
+    promise: Promise
+    epsilon: float
+    thresholds: tuple[float, ...]
+    least_distance: float
+    classes: tuple[int, ...]
+    held_out: int
+    needed: int
+    tests: tuple[RuleTest, ...]
+    estimator: str | None = None  # digest of the estimator it was made for
+
+    @property
+    def certified(self) -> bool:
+        """Whether anything can be accepted under the promise."""
+        return any(math.isfinite(t) for t in self.thresholds)
+
+    def accepts(self, evidence: Any) -> Mask:
+        """Which points are accepted, (N,). `evidence` is an `Evidence` or the `Scores` of the estimator."""
+        predictions = evidence.predictions if isinstance(evidence, Evidence) else evidence.prediction
+        bound = np.asarray(self.thresholds)[predictions]
+        return np.asarray((evidence.confidence >= bound) & self.near_enough(evidence.d))
+
+    def near_enough(self, d: Floats) -> Mask:
+        """Which points meet the Distance part of the rule."""
+        return np.asarray((d >= self.least_distance) & ((d > 0) | (self.epsilon == 0)))
+
+    def sentence(self, class_names: Sequence[str] | None = None) -> str:
+        """What is promised, or what is missing, in words."""
+        if not self.certified:
+            return (
+                f"Nothing could be certified at alpha {self.alpha:g} and delta {self.delta:g} with {self.held_out} held-out "
+                f"points: {_missing(self)}."
+            )
+        covered = {
+            "overall": "of all accepted predictions",
+            "predicted": "of the accepted predictions of each class",
+            "class": "of the accepted predictions of each class, and of the accepted points of each true class",
+        }[self.promise]
+        names = [str(c) for c in range(len(self.thresholds))] if class_names is None else list(class_names)
+        left = [names[c] for c, t in enumerate(self.thresholds) if not math.isfinite(t)]
+        rest = f" Predictions of {', '.join(left)} are never accepted." if left else ""
+        return (
+            f"Certified: with probability at least {1 - self.delta:g}, at least {self.alpha:.0%} {covered} are right, for new "
+            f"points like the {self.held_out} held-out ones.{rest} It says nothing about other kinds of points; "
+            f"the Distance bound, which gives up {self.epsilon:.0%} of known points, is there to reject those."
+        )
+
+    def __str__(self) -> str:
+        return self.sentence()
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON; a threshold of null accepts nothing of its class."""
+        write_text_atomically(path, json.dumps({"kind": KIND, **self.to_dict()}, indent=1, allow_nan=False) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = dataclasses.asdict(self)
+        values["thresholds"] = [finite_or_none(t) for t in self.thresholds]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> CertifiedRule:
+        """What `to_dict` gave."""
+        values = {name: value for name, value in values.items() if name != "kind"}
+        values["thresholds"] = tuple(none_as_infinity(t) for t in values["thresholds"])
+        values["tests"] = tuple(RuleTest(**test) for test in values["tests"])
+        values["classes"] = tuple(values["classes"])
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CertifiedRule:
+        """Read what `save` wrote."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if values["kind"] != KIND:
+                raise KeyError("kind")
+            return cls.from_dict(values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a readable certificate: make it with `sdmlm certify --output`.") from error
+
+
+def certify_rule(
+    calibration: Evidence,
+    held_out: Evidence,
+    n_classes: int,
+    *,
+    alpha: float,
+    delta: float = 0.05,
+    promise: Promise = "overall",
+    epsilon: float = 0.05,
+    classes: Sequence[int] | None = None,
+    candidates: int = _CANDIDATES,
+) -> CertifiedRule:
+    """The loosest rule whose promise holds with probability 1 - delta; see the module's text.
+
+    `calibration`: out-of-sample evidence of points that were fitted over; they choose the candidates and the Distance bound.
+    `held_out`: labelled points that played no part in fitting. `classes`: the predicted classes to accept (default: all).
+    """
+    check_promise(alpha, delta, promise, epsilon)
+    covered = sorted(range(n_classes) if classes is None else {int(c) for c in classes})
+    if not covered or not set(covered) <= set(range(n_classes)):
+        raise BadSetting("classes", f"is {classes!r} but must name some of the classes 0..{n_classes - 1}.")
+    least = distance_bound(calibration.d, epsilon)
+    rule = CertifiedRule(
+        alpha, delta, promise, epsilon, (math.inf,) * n_classes, least, tuple(covered), len(held_out), 0, ()
+    )
+    groups = [[c] for c in covered] if promise == "predicted" else [covered]
+    thresholds, tests = [math.inf] * n_classes, []
+    for group in groups:
+        threshold, made = _certify_group(calibration, held_out, rule, group, delta / len(groups), candidates)
+        tests.extend(made)
+        for c in group:
+            thresholds[c] = threshold
+    rule = dataclasses.replace(rule, thresholds=tuple(thresholds), tests=tuple(tests))
+    return rule if rule.certified else dataclasses.replace(rule, needed=_needed(calibration, rule))
+
+
+def check_promise(alpha: float, delta: float, promise: str, epsilon: float) -> None:
+    """Refuse what no rule can promise."""
+    check_alpha(alpha)
+    if not 0.0 < delta < 1.0:
+        raise BadSetting("delta", f"is {delta!r} but must be between 0 and 1: 0.05 is usual.")
+    if promise not in get_args(Promise):
+        raise BadSetting("promise", f'is {promise!r} but must be "overall", "predicted" or "class".')
+    if not 0.0 <= epsilon < 1.0:
+        raise BadSetting("epsilon", f"is {epsilon!r} but must be at least 0 and below 1: 0.05 is usual.")
+
+
+def distance_bound(d: Floats, epsilon: float) -> float:
+    """The Distance below which a share epsilon of these known points lies."""
+    return float(np.quantile(d, epsilon, method="lower")) if len(d) and epsilon > 0 else 0.0
+
+
+def _certify_group(
+    calibration: Evidence, held_out: Evidence, rule: CertifiedRule, group: list[int], delta: float, candidates: int
+) -> tuple[float, list[RuleTest]]:
+    """The loosest threshold that passes for predictions of these classes (infinite for none), and all tests made."""
+    known = rule.near_enough(calibration.d) & np.isin(calibration.predictions, group)
+    fresh = rule.near_enough(held_out.d) & np.isin(held_out.predictions, group)
+    share = len(held_out) / max(1, len(calibration))
+    order = candidate_order(calibration.confidence[known], calibration.right[known], share, rule.alpha, candidates)
+    certified, tests = math.inf, []
+    for threshold in order:
+        inside = fresh & (held_out.confidence >= threshold)
+        made = []
+        for name, members in _test_groups(rule.promise, group, held_out, inside):
+            n, errors = int(members.sum()), int((members & ~held_out.right).sum())
+            p_value = float(binom.cdf(errors, n, 1.0 - rule.alpha))  # nothing accepted proves nothing (1)
+            made.append(RuleTest(float(threshold), name, n, errors, p_value, p_value <= delta))
+        tests.extend(made)
+        if not all(test.passed for test in made):
+            break
+        certified = float(threshold)
+    return certified, tests
+
+
+def _test_groups(promise: Promise, group: list[int], held_out: Evidence, inside: Mask) -> list[tuple[str, Mask]]:
+    """The sets of accepted points whose accuracy is tested."""
+    if promise == "overall":
+        return [("all", inside)]
+    tested = [(f"predicted {c}", inside & (held_out.predictions == c)) for c in group]
+    if promise == "class" and held_out.labels is not None:
+        tested += [(f"true {c}", inside & (held_out.labels == c)) for c in group]
+    return tested
+
+
+def candidate_order(confidence: Floats, right: Mask, share: float, alpha: float, most: int) -> Floats:
+    """Thresholds in the order in which they are tested: the first is the likeliest to pass, then looser and looser.
+
+    All of it follows from points that the tests do not use. `share`: held-out points for each of these points.
+    """
+    if not len(confidence):
+        return np.empty(0)
+    values = np.unique(np.quantile(confidence, np.arange(most) / most, method="lower"))[::-1]
+    values = values[np.isfinite(values)]  # minus infinity marks q = 0, which is never accepted
+    if not len(values):
+        return values
+    order = np.argsort(-confidence, kind="stable")
+    errors = np.concatenate([[0], np.cumsum(~right[order])])
+    accepted = np.searchsorted(-confidence[order], -values, side="right")
+    n = np.round(accepted * share)
+    # Half an error more than seen: a short clean stretch is no proof of perfection.
+    expected = np.ceil((errors[accepted] + 0.5) / np.maximum(accepted, 1) * n)
+    p_values = binom.cdf(expected, n, 1.0 - alpha)
+    return np.asarray(values[int(np.argmin(p_values)) :])
+
+
+def least_points(alpha: float, delta: float) -> int:
+    """How many held-out points are needed where not one of them is wrong."""
+    return 0 if alpha == 1.0 else math.ceil(math.log(delta) / math.log(alpha))
+
+
+def _needed(calibration: Evidence, rule: CertifiedRule) -> int:
+    """A rough number of held-out points with which something could be certified, from the calibration points; 0 for none."""
+    if rule.alpha == 1.0 or not len(calibration):
+        return 0
+    order = np.argsort(-calibration.confidence, kind="stable")
+    accepted = np.arange(1, len(order) + 1)
+    accuracy = 1 - (np.cumsum(~calibration.right[order]) + 0.5) / accepted
+    best = 0
+    for k in np.unique(np.linspace(1, len(order), 50).astype(int)):
+        a = accuracy[k - 1]
+        if a <= rule.alpha:
+            continue
+        # The normal approximation of the test, and no fewer than an unbroken run needs.
+        z = -2.0
+        n = max(math.log(rule.delta) / math.log(rule.alpha), (z / (a - rule.alpha)) ** 2 * a * (1 - a))
+        total = math.ceil(n * len(order) / k)
+        best = total if best == 0 else min(best, total)
+    return best
+
+
+def _missing(rule: CertifiedRule) -> str:
+    if rule.alpha == 1.0:
+        return "no number of points can show that nothing is ever wrong; choose an alpha below 1"
+    least = least_points(rule.alpha, rule.delta)
+    if rule.held_out < least:
+        return (
+            f"even without an error {least} are needed, so fit on at least {2 * least} points (up to half are held out)"
+        )
+    if rule.needed > rule.held_out:
+        return f"about {rule.needed} would be needed, or a lower alpha"
+    return "the predictions are too often wrong, however confident; choose a lower alpha or better embeddings"
