@@ -68,7 +68,7 @@ def layer(
     h: Float, y: NDArray[np.int64], dim: int, rate: float, epochs: int, seed: int, alphas: Sequence[float]
 ) -> dict[str, Any]:
     """One SDM layer: its loss, q and d by class, and q'_min with the share of its calibration half by alpha."""
-    estimator = SDMEstimator(
+    estimator = SDMEstimator.published(
         alpha=alphas[0], exemplar_dim=dim, learning_rate=rate, epochs=epochs, rounds=1, batch_size=50,
         center="global", seed=seed, device="cpu", progress=False,
     ).fit(torch.from_numpy(h), y)  # fmt: skip

@@ -18,7 +18,19 @@ from sdmlm import __version__
 from sdmlm.cli import common, main
 from sdmlm.cli.commands.explain import parse_rows
 
-SMALL = ["--exemplar-dim", "16", "--epochs", "15", "--learning-rate", "1e-2", "--rounds", "1", "--alpha", "0.9"]
+SMALL = [
+    "--published",
+    "--exemplar-dim",
+    "16",
+    "--epochs",
+    "15",
+    "--learning-rate",
+    "1e-2",
+    "--rounds",
+    "1",
+    "--alpha",
+    "0.9",
+]
 
 
 def points(n: int, seed: int = 0, width: int = 8) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdmlm import SDMClassifier, SDMEstimator
-from sdmlm.cli.common import add_estimator_options
+from sdmlm.cli.common import add_estimator_options, estimator_parameters
 from sdmlm.estimator.certify import threshold_grid
 from sdmlm.estimator.explain import reason
 from sdmlm.estimator.layer import ALPHA_GRID, SDMLayer
@@ -32,7 +32,7 @@ def blobs(n=240, classes=2, dim=6, seed=0, gap=2.2):
 @pytest.fixture(scope="module")
 def fitted():
     X, y = blobs()
-    return SDMEstimator(alpha=0.8, **SMALL).fit(X, y)
+    return SDMEstimator.published(alpha=0.8, **SMALL).fit(X, y)
 
 
 def same(one, two):
@@ -100,7 +100,7 @@ def by_hand(estimator, x, h32, exclude=-1):
 @pytest.mark.parametrize("classes", [2, 3])
 def test_scores_equal_those_by_hand(classes):
     X, y = blobs(160, classes)
-    estimator = SDMEstimator(alpha=0.75, **SMALL).fit(X, y)
+    estimator = SDMEstimator.published(alpha=0.75, **SMALL).fit(X, y)
     new, _ = blobs(20, classes, seed=5)
     new[:3] *= 30
     exclude = estimator.support_index(range(15))
@@ -122,9 +122,9 @@ def test_scores_equal_those_by_hand(classes):
 )
 def test_modes_of_the_caller_change_nothing(mode):
     X, y = blobs(60)
-    plain = SDMEstimator(**SMALL).fit(X, y)
+    plain = SDMEstimator.published(**SMALL).fit(X, y)
     with mode():
-        inside = SDMEstimator(**SMALL).fit(X, y)
+        inside = SDMEstimator.published(**SMALL).fit(X, y)
         scores, of_tensor = plain.score(X), plain.score(torch.from_numpy(X))
     assert same(inside.score(X), plain.score(X))
     assert same(scores, plain.score(X))
@@ -133,17 +133,17 @@ def test_modes_of_the_caller_change_nothing(mode):
 
 def test_same_seed_same_result_and_another_seed_another():
     X, y = blobs()
-    one, two, three = (SDMEstimator(seed=s, **SMALL).fit(X, y) for s in (3, 3, 4))
+    one, two, three = (SDMEstimator.published(seed=s, **SMALL).fit(X, y) for s in (3, 3, 4))
     assert same(one.score(X), two.score(X))
     assert not np.array_equal(one.score(X).z, three.score(X).z)
 
 
 def test_the_best_round_wins():
     X, y = blobs()
-    single = [SDMEstimator(**{**SMALL, "rounds": r}).fit(X, y) for r in (1, 2, 4)]
+    single = [SDMEstimator.published(**{**SMALL, "rounds": r}).fit(X, y) for r in (1, 2, 4)]
     losses = [e.loss_ for e in single]
     assert losses[0] >= losses[1] >= losses[2]
-    every = SDMEstimator(ensemble=True, **{**SMALL, "rounds": 4}).fit(X, y)
+    every = SDMEstimator.published(combine="all", **{**SMALL, "rounds": 4}).fit(X, y)
     assert [layer.loss for layer in every.layers_] == sorted(layer.loss for layer in every.layers_)
     assert every.loss_ == losses[2]
     assert losses[0] in [layer.loss for layer in every.layers_]
@@ -152,7 +152,7 @@ def test_the_best_round_wins():
 def test_ensembles_accept_only_what_all_accept():
     X, y = blobs()
     new, _ = blobs(seed=1)
-    ensemble = SDMEstimator(alpha=0.8, ensemble=True, **{**SMALL, "rounds": 3}).fit(X, y)
+    ensemble = SDMEstimator.published(alpha=0.8, combine="all", **{**SMALL, "rounds": 3}).fit(X, y)
     scores = ensemble.score(new)
     parts = [layer.score(torch.from_numpy(new), 0.8) for layer in ensemble.layers_]
     agree = np.all([p.prediction == parts[0].prediction for p in parts], axis=0)
@@ -175,7 +175,7 @@ def test_ensembles_accept_only_what_all_accept():
 
 def test_what_needs_a_single_model_says_so():
     X, y = blobs(60)
-    ensemble = SDMEstimator(ensemble=True, **{**SMALL, "rounds": 2}).fit(X, y)
+    ensemble = SDMEstimator.published(combine="all", **{**SMALL, "rounds": 2}).fit(X, y)
     with pytest.raises(ValueError, match="accepted_at works on a single model"):
         ensemble.accepted_at(ensemble.score(X), [0.9])
     with pytest.raises(ValueError, match="certify works on a single model"):
@@ -187,7 +187,7 @@ def test_what_needs_a_single_model_says_so():
 def test_numpy_parameters_survive_saving(tmp_path):
     X, y = blobs(60)
     parameters = {**SMALL, "exemplar_dim": np.int64(8), "alpha": np.float64(0.8), "learning_rate": np.float32(0.01)}
-    estimator = SDMEstimator(**parameters).fit(X, y)
+    estimator = SDMEstimator.published(**parameters).fit(X, y)
     estimator.save_pretrained(tmp_path / "e")
     assert same(SDMEstimator.from_pretrained(tmp_path / "e").score(X), estimator.score(X))
 
@@ -195,13 +195,13 @@ def test_numpy_parameters_survive_saving(tmp_path):
 def test_a_fit_that_diverges_says_so():
     X, y = blobs(60)
     with pytest.raises(ValueError, match="diverged"):
-        SDMEstimator(**{**SMALL, "learning_rate": 1e38}).fit(X, y)
+        SDMEstimator.published(**{**SMALL, "learning_rate": 1e38}).fit(X, y)
 
 
 def test_given_calibration_split_is_used():
     (X, y), (Xc, yc) = blobs(), blobs(100, seed=1)
     names = [f"c{i}" for i in range(100)]
-    estimator = SDMEstimator(**SMALL).fit(X, y, calibration=(Xc, yc, names))
+    estimator = SDMEstimator.published(**SMALL).fit(X, y, calibration=(Xc, yc, names))
     layer = estimator.layers_[0]
     assert layer.calibration_ids == names
     assert layer.calibration.labels.tolist() == yc.tolist()
@@ -226,7 +226,7 @@ def test_halves_are_halves_and_lose_no_class(seed):
 def test_scores_do_not_depend_on_the_batch():
     """Also for the points it was fitted on, which lie exactly on the steps of the eCDFs."""
     X, y = blobs(400, dim=300)
-    estimator = SDMEstimator(alpha=0.8, **{**SMALL, "exemplar_dim": 200, "learning_rate": 1e-3}).fit(X, y)
+    estimator = SDMEstimator.published(alpha=0.8, **{**SMALL, "exemplar_dim": 200, "learning_rate": 1e-3}).fit(X, y)
     whole = estimator.score(X)
     single = [estimator.score(X[i : i + 1]) for i in range(len(X))]
     assert np.array_equal(whole.q, np.concatenate([s.q for s in single]))
@@ -250,8 +250,8 @@ def test_lower_is_stricter_and_zero_q_is_out_of_distribution(fitted):
 
 def test_recalibrate_equals_fitting_at_that_alpha():
     X, y = blobs()
-    one = SDMEstimator(alpha=0.9, **SMALL).fit(X, y).recalibrate(0.7)
-    two = SDMEstimator(alpha=0.7, **SMALL).fit(X, y)
+    one = SDMEstimator.published(alpha=0.9, **SMALL).fit(X, y).recalibrate(0.7)
+    two = SDMEstimator.published(alpha=0.7, **SMALL).fit(X, y)
     assert one.region_ == two.region_
     assert same(one.score(X), two.score(X))
     with pytest.raises(ValueError, match="alpha"):
@@ -305,7 +305,7 @@ def test_a_copy_with_more_support_leaves_the_original_as_it_was(fitted):
 def test_adding_to_the_support_changes_q_and_d_but_not_predictions():
     X, y = blobs()
     new, y_new = blobs(60, seed=7)
-    estimator = SDMEstimator(alpha=0.8, **SMALL).fit(X, y)
+    estimator = SDMEstimator.published(alpha=0.8, **SMALL).fit(X, y)
     before = estimator.score(new)
     estimator.add_to_support(new[:30], np.full(30, -1), ids=[f"ood{i}" for i in range(30)], documents={"ood3": "odd"})
     after = estimator.score(new)
@@ -327,7 +327,7 @@ def test_adding_to_the_support_changes_q_and_d_but_not_predictions():
 def test_after_adding_the_training_quantiles_are_those_of_the_new_support():
     X, y = blobs(160)
     new, y_new = blobs(40, seed=7)
-    estimator = SDMEstimator(alpha=0.75, **SMALL).fit(X, y)
+    estimator = SDMEstimator.published(alpha=0.75, **SMALL).fit(X, y)
     own = estimator.support_index(range(15))
     before = estimator.score(X[:15], exclude=own)
     estimator.add_to_support(new, np.where(np.arange(40) < 10, -1, y_new), ids=[f"new{i}" for i in range(40)])
@@ -414,17 +414,17 @@ def test_certify_takes_its_thresholds_from_calibration(fitted):
 def test_the_digest_is_of_all_that_decisions_rest_on():
     X, y = blobs()
     split = {"calibration": (X[120:], y[120:])}
-    one = SDMEstimator(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split)
+    one = SDMEstimator.published(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split)
     flipped = y[120:].copy()
     flipped[:10] = 1 - flipped[:10]
     others = [
-        SDMEstimator(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], calibration=(X[120:], flipped)),
-        SDMEstimator(**{**SMALL, "epochs": 1}, max_q=2).fit(X[:120], y[:120], **split),
-        SDMEstimator(**{**SMALL, "epochs": 1}, seed=1).fit(X[:120], y[:120], **split),
+        SDMEstimator.published(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], calibration=(X[120:], flipped)),
+        SDMEstimator.published(**{**SMALL, "epochs": 1}, max_q=2).fit(X[:120], y[:120], **split),
+        SDMEstimator.published(**{**SMALL, "epochs": 1}, seed=1).fit(X[:120], y[:120], **split),
     ]
     assert torch.equal(one.layers_[0].adaptor.weight, others[0].layers_[0].adaptor.weight)
     assert len({estimator.digest() for estimator in (one, *others)}) == 4
-    assert one.digest() == SDMEstimator(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split).digest()
+    assert one.digest() == SDMEstimator.published(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split).digest()
     for name in ("bias", "out_bias", "mean", "std"):
         changed = copy.deepcopy(one)
         getattr(changed.layers_[0].adaptor, name)[...] += 1e-3
@@ -436,32 +436,38 @@ def test_the_digest_is_of_all_that_decisions_rest_on():
 
 def test_the_cap_on_q_holds_everywhere(tmp_path):
     X, y = blobs()
-    estimator = SDMEstimator(alpha=0.8, max_q=3, **SMALL).fit(X, y)
+    estimator = SDMEstimator.published(alpha=0.8, max_q=3, **SMALL).fit(X, y)
     estimator.save_pretrained(tmp_path)
     for one in (estimator, SDMEstimator.from_pretrained(tmp_path)):
         assert one.score(X).q.max() == 3
         assert one.layers_[0].calibration.q.max() == 3
 
 
-def test_defaults_are_those_of_the_spec_in_all_three_places():
+def test_defaults_agree_in_all_three_places_and_the_published_ones_are_the_papers():
     parser = argparse.ArgumentParser()
     add_estimator_options(parser)
-    command = vars(parser.parse_args([]))
+    defaults = [
+        {n: p.default for n, p in inspect.signature(c).parameters.items()} for c in (SDMEstimator, SDMClassifier)
+    ]
+    assert {**defaults[1], "progress": True} == defaults[0]
+    command = estimator_parameters(parser.parse_args([]))
+    assert all(defaults[0][name] == value for name, value in command.items())
     published = {
-        "alpha": 0.95,
         "exemplar_dim": 1000,
         "epochs": 200,
         "batch_size": 50,
         "learning_rate": 1e-5,
         "rounds": 10,
+        "center": "global",
+        "combine": "best",
+        "rule": "region",
+        "distance": "exemplar",
+        "max_q": None,
     }
-    defaults = [
-        {n: p.default for n, p in inspect.signature(c).parameters.items()} for c in (SDMEstimator, SDMClassifier)
-    ]
-    for found in (*defaults, command):
-        assert {name: found[name] for name in published} == published
-        for name in ("center", "seed", "ensemble", "max_q", "index"):
-            assert found[name] == defaults[0][name]
+    by_name = SDMEstimator.published()
+    assert {name: getattr(by_name, name) for name in published} == published
+    by_option = estimator_parameters(parser.parse_args(["--published"]))
+    assert {**published, **by_option} == {**by_option, **published}
 
 
 def test_certify_refuses_points_that_it_was_fitted_over(fitted):
@@ -472,11 +478,13 @@ def test_certify_refuses_points_that_it_was_fitted_over(fitted):
             fitted.certify(X[list(own)], y[list(own)])
 
 
-@pytest.mark.parametrize("ensemble", [False, True])
-def test_saved_and_loaded_it_is_the_same(tmp_path, ensemble):
+@pytest.mark.parametrize("combine", ["best", "all"])
+def test_saved_and_loaded_it_is_the_same(tmp_path, combine):
     X, y = blobs(classes=3)
     documents = {i: f"text {i}" for i in range(len(X))}
-    estimator = SDMEstimator(alpha=0.8, ensemble=ensemble, **{**SMALL, "rounds": 2}).fit(X, y, documents=documents)
+    estimator = SDMEstimator.published(alpha=0.8, combine=combine, **{**SMALL, "rounds": 2}).fit(
+        X, y, documents=documents
+    )
     estimator.recalibrate(0.7).add_to_support(X[:3] + 0.1, y[:3], ids=["a", "b", "c"])
     estimator.save_pretrained(tmp_path / "saved")
     loaded = SDMEstimator.from_pretrained(tmp_path / "saved")
@@ -491,7 +499,10 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, ensemble):
 @pytest.mark.parametrize("kind", [list, torch.from_numpy, lambda x: x.astype(np.float64)])
 def test_lists_tensors_and_doubles_are_fine(kind):
     X, y = blobs(60)
-    assert same(SDMEstimator(**SMALL).fit(X, y).score(X), SDMEstimator(**SMALL).fit(kind(X), y).score(kind(X)))
+    assert same(
+        SDMEstimator.published(**SMALL).fit(X, y).score(X),
+        SDMEstimator.published(**SMALL).fit(kind(X), y).score(kind(X)),
+    )
 
 
 GOOD = blobs(40)
@@ -506,13 +517,12 @@ BROKEN[3, 1] = np.nan
         (np.empty((4, 0)), [0, 1, 0, 1], {}, "X is empty"),
         (GOOD[0], np.zeros(40, int), {}, "only one class"),
         (GOOD[0][:3], [0, 1, 2], {}, "at least 2 of each class"),
-        (GOOD[0][:4], [0, 0, 2, 2], {}, "class 1"),
         (BROKEN, GOOD[1], {}, "row 3"),
         (GOOD[0] * np.float64(1e300), GOOD[1], {}, "infinite"),
         (GOOD[0], GOOD[1][:-1], {}, "40 rows but y has 39"),
-        (GOOD[0], GOOD[1] - 1, {}, "label -1"),
-        (GOOD[0], GOOD[1] + 0.5, {}, "whole numbers"),
-        (GOOD[0], np.array(["a"] * 40), {}, "whole numbers"),
+        (GOOD[0], GOOD[1] + 0.5, {}, "not whole"),
+        (GOOD[0], np.array(["a"] * 40), {}, "only one class"),
+        (GOOD[0], np.array([None] * 40), {}, "mixes kinds of labels"),
         (GOOD[0][0], GOOD[1], {}, "must be a matrix"),
         ([["a"]], [0], {}, "not a matrix of numbers"),
         (*GOOD, {"alpha": 0.5}, "alpha"),
@@ -524,12 +534,19 @@ BROKEN[3, 1] = np.nan
         (*GOOD, {"index": "hnsw"}, "index"),
         (*GOOD, {"max_q": 0}, "max_q"),
         (*GOOD, {"seed": None}, "seed"),
-        (GOOD[0], np.where(np.arange(40) == 3, 10**12, GOOD[1]), {}, "no point of class 2"),
+        (GOOD[0], np.where(np.arange(40) == 3, 10**12, GOOD[1]), {}, "1 point.s. of class 1000000000000"),
+        (*GOOD, {"promise": "all"}, "promise"),
+        (*GOOD, {"delta": 1.0}, "delta"),
+        (*GOOD, {"epsilon": -0.1}, "epsilon"),
+        (*GOOD, {"rule": "HR"}, "rule"),
+        (*GOOD, {"combine": "mean"}, "combine"),
+        (*GOOD, {"distance": "L1"}, "distance"),
+        (*GOOD, {"learning_rate": None}, "without a learning_rate"),
     ],
 )
 def test_bad_input_to_fit_is_named(X, y, options, message):
     with pytest.raises(ValueError, match=message):
-        SDMEstimator(**{**SMALL, **options}).fit(X, y)
+        SDMEstimator.published(**{**SMALL, **options}).fit(X, y)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +567,7 @@ def test_bad_input_to_fit_is_named(X, y, options, message):
 )
 def test_bad_options_of_fit_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        SDMEstimator(**SMALL).fit(*GOOD, **options)
+        SDMEstimator.published(**SMALL).fit(*GOOD, **options)
 
 
 def test_bad_input_to_score_is_named(fitted):
@@ -569,7 +586,7 @@ def test_bad_input_to_score_is_named(fitted):
 
 def test_on_a_device_without_double_precision_the_cpu_works():
     X, y = blobs(60)
-    assert SDMEstimator(device="mps", **SMALL).fit(X, y).layers_[0].adaptor.weight.device.type == "cpu"
+    assert SDMEstimator.published(device="mps", **SMALL).fit(X, y).layers_[0].adaptor.weight.device.type == "cpu"
 
 
 def test_the_estimator_needs_no_language_model_library():

@@ -60,9 +60,9 @@ def test_padding_and_add():
 
 def test_an_estimator_on_the_index_saves_the_index(tmp_path):
     X, y, _ = problem(600)
-    estimator = SDMEstimator(exemplar_dim=8, epochs=3, learning_rate=1e-2, rounds=1, index="faiss", progress=False).fit(
-        X, y
-    )
+    estimator = SDMEstimator.published(
+        exemplar_dim=8, epochs=3, learning_rate=1e-2, rounds=1, index="faiss", progress=False
+    ).fit(X, y)
     assert estimator.layers_[0].support.approximate
     estimator.save_pretrained(tmp_path / "e")
     loaded = SDMEstimator.from_pretrained(tmp_path / "e")

@@ -198,7 +198,7 @@ def blobs(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def estimator() -> SDMEstimator:
-    return SDMEstimator(alpha=0.9, **FAST).fit(*blobs(600, 0))
+    return SDMEstimator.published(alpha=0.9, **FAST).fit(*blobs(600, 0))
 
 
 def test_sdm_rules_follow_their_formulas(estimator: SDMEstimator) -> None:

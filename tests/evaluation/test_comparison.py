@@ -67,7 +67,7 @@ def test_every_row_is_the_metrics_of_its_decisions(comparison: EstimatorComparis
 
 
 def test_decisions_can_be_rebuilt_from_the_split_of_the_estimator(comparison: EstimatorComparison) -> None:
-    layer = SDMEstimator(alpha=0.9, seed=3, **FAST).fit(FIT.X, FIT.y, ids=FIT.ids).layers_[0]
+    layer = SDMEstimator.published(alpha=0.9, seed=3, **FAST).fit(FIT.X, FIT.y, ids=FIT.ids).layers_[0]
     train = np.array([FIT.ids.index(i) for i in layer.support_ids])
     held = np.array([FIT.ids.index(i) for i in layer.calibration_ids])
     assert sorted([*train, *held]) == list(range(400))

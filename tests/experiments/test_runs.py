@@ -26,7 +26,9 @@ def small_estimator() -> SDMEstimator:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 120)
     X = rng.normal(size=(120, 6)) + 2.0 * y[:, None]
-    return SDMEstimator(alpha=0.8, exemplar_dim=8, epochs=3, learning_rate=1e-2, rounds=1, progress=False).fit(X, y)
+    return SDMEstimator.published(
+        alpha=0.8, exemplar_dim=8, epochs=3, learning_rate=1e-2, rounds=1, progress=False
+    ).fit(X, y)
 
 
 class ScriptedLM:

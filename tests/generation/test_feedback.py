@@ -17,7 +17,9 @@ def estimator() -> SDMEstimator:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 60)
     x = rng.normal(size=(60, 4)) + 3.0 * y[:, None]
-    made = SDMEstimator(alpha=0.8, exemplar_dim=4, epochs=5, learning_rate=1e-2, rounds=1, progress=False, device="cpu")
+    made = SDMEstimator.published(
+        alpha=0.8, exemplar_dim=4, epochs=5, learning_rate=1e-2, rounds=1, progress=False, device="cpu"
+    )
     return made.fit(x, y, documents={i: f"document {i}" for i in range(60)})
 
 

@@ -34,7 +34,7 @@ def embeddings(n: int, seed: int = 1, labels: bool = True) -> Embeddings:
 @pytest.fixture(scope="module")
 def estimator() -> SDMEstimator:
     parameters = {"exemplar_dim": 16, "epochs": 15, "learning_rate": 1e-2, "rounds": 1, "progress": False}
-    return SDMEstimator(alpha=0.9, **parameters).fit(*blobs(400))
+    return SDMEstimator.published(alpha=0.9, **parameters).fit(*blobs(400))
 
 
 class Page(HTMLParser):
@@ -171,7 +171,7 @@ def test_report_without_labels_or_region(estimator: SDMEstimator, tmp_path: Path
     write_report(tmp_path / "r.html", estimator, embeddings(50, labels=False))
     assert "Reliability" not in page(tmp_path / "r.html").text
     parameters = {"exemplar_dim": 8, "epochs": 2, "learning_rate": 1e-6, "rounds": 1, "progress": False}
-    hopeless = SDMEstimator(alpha=0.99, **parameters).fit(*blobs(60))
+    hopeless = SDMEstimator.published(alpha=0.99, **parameters).fit(*blobs(60))
     write_report(tmp_path / "none.html", hopeless, embeddings(50))
     assert "there is no high-reliability region" in page(tmp_path / "none.html").text
 
@@ -181,7 +181,7 @@ def test_more_classes_than_can_be_told_apart(tmp_path: Path) -> None:
     y = np.arange(300) % 15
     X = rng.normal(size=(15, 8))[y] * 4 + rng.normal(size=(300, 8))
     parameters = {"exemplar_dim": 16, "epochs": 10, "learning_rate": 1e-2, "rounds": 1, "progress": False}
-    many = SDMEstimator(alpha=0.9, **parameters).fit(X, y)
+    many = SDMEstimator.published(alpha=0.9, **parameters).fit(X, y)
     assert len(plots.shown_classes(many)) == 10
     write_report(tmp_path / "r.html", many)
     assert "Only the 10 classes with the most points are drawn" in page(tmp_path / "r.html").text

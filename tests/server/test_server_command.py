@@ -123,7 +123,9 @@ def test_the_folder_of_an_estimator_is_called_by_its_name(capsys: pytest.Capture
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 40)
     X = rng.normal(size=(40, 4)) + 3 * y[:, None]
-    SDMEstimator(exemplar_dim=4, epochs=1, rounds=1, progress=False).fit(X, y).save_pretrained(tmp_path / "estimator")
+    SDMEstimator.published(exemplar_dim=4, epochs=1, rounds=1, progress=False).fit(X, y).save_pretrained(
+        tmp_path / "estimator"
+    )
     said = fails(capsys, "serve", str(tmp_path / "estimator"), "--port", "0")
     assert "is a saved SDMEstimator, which judges embeddings, not a language model" in said
     assert "sdmlm score" in said

@@ -49,27 +49,40 @@ def add_command(subparsers: Any, name: str, help: str, examples: str) -> argpars
 
 
 def add_estimator_options(parser: argparse.ArgumentParser) -> None:
-    """The parameters of SDMEstimator, with its defaults."""
-    group = parser.add_argument_group("estimator")
-    group.add_argument("--alpha", type=float, default=0.95, metavar="A", help="accuracy asked of the accepted (0.95)")
-    group.add_argument("--exemplar-dim", type=int, default=1000, metavar="M", help="width of exemplar vectors (1000)")
-    group.add_argument("--epochs", type=int, default=200, metavar="N", help="epochs of each round (200)")
-    group.add_argument("--batch-size", type=int, default=50, metavar="N", help="batch size (50)")
-    group.add_argument("--learning-rate", type=float, default=1e-5, metavar="R", help="Adam learning rate (1e-5)")
-    group.add_argument("--rounds", type=int, default=10, metavar="J", help="rounds of fresh splits and weights (10)")
-    group.add_argument("--center", choices=("global", "feature"), default="global", help="standardisation (global)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same result (0)")
-    group.add_argument("--ensemble", action="store_true", help="keep all rounds; accept what all of them accept")
+    """Options that are parameters of SDMEstimator; what is left out is chosen automatically."""
+    group = parser.add_argument_group("estimator (all settings are automatic; --published takes those of the papers)")
+    group.add_argument("--published", action="store_true", help="the settings of the papers, and their HR region")
+    group.add_argument(
+        "--alpha", type=float, default=0.95, metavar="A", help="accuracy the accepted are to have (0.95)"
+    )
+    group.add_argument("--promise", choices=("overall", "predicted", "class"), help="what alpha holds for (overall)")
+    group.add_argument("--delta", type=float, metavar="P", help="chance that the promise does not hold (0.05)")
+    group.add_argument("--epsilon", type=float, metavar="P", help="share of known points given up to see shifts (0.05)")
+    group.add_argument("--rule", choices=("certified", "region", "region lower"), help="what accepts (certified)")
+    group.add_argument("--combine", choices=("average", "best", "all"), help="how several layers decide (average)")
+    group.add_argument("--distance", choices=("whitened", "exemplar"), help="where Distance is measured (whitened)")
+    group.add_argument("--rounds", type=int, metavar="J", help="partitions to average (4), or rounds to choose from")
+    group.add_argument("--learning-rate", type=float, metavar="LR", help="train layers by Adam with this rate")
+    group.add_argument("--epochs", type=int, metavar="N", help="epochs of that training (200)")
+    group.add_argument("--exemplar-dim", type=int, metavar="M", help="width of its exemplar vectors (1000)")
+    group.add_argument("--batch-size", type=int, metavar="N", help="points per step of it (50)")
+    group.add_argument("--center", choices=("global", "feature"), help="its standardisation (feature)")
     group.add_argument("--max-q", type=int, metavar="N", help="cap on q (none)")
-    group.add_argument("--index", choices=("exact", "faiss"), default="exact", help="neighbour search (exact)")
+    group.add_argument("--index", choices=("exact", "faiss"), help="search of the support (exact)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same result (0)")
     group.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
 
 
 def estimator_parameters(args: argparse.Namespace) -> dict[str, Any]:
     """What `add_estimator_options` gave, as parameters of SDMEstimator, except alpha."""
-    names = "exemplar_dim epochs batch_size learning_rate rounds center seed ensemble max_q index"
-    parameters = {name: getattr(args, name) for name in names.split()}
-    return {**parameters, "device": checked_device(args.device)}
+    from sdmlm.estimator.estimator import PUBLISHED
+
+    names = (
+        "promise", "delta", "epsilon", "rule", "combine", "distance", "rounds", "learning_rate", "epochs", "exemplar_dim",
+        "batch_size", "center", "max_q", "index", "seed",
+    )  # fmt: skip
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {**(PUBLISHED if args.published else {}), **given, "device": checked_device(args.device)}
 
 
 def checked_device(device: str | None) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,15 +30,16 @@ MAX_COMPONENTS = 384  # a wider input enters h' by its principal components
 _ITERATIONS = 300
 
 
-def choose_penalty(train: Split, calibration: Split, n_classes: int) -> float:
-    """The inverse L2 penalty with the lowest balanced cross-entropy on the calibration split."""
-    mean, std = standardization(train[0], "feature")
-    x, x_ca = (_doubles((split[0] - mean) / std) for split in (train, calibration))
-    y, y_ca = train[1].cpu().numpy(), calibration[1].cpu().numpy()
-    losses = []
-    for inverse_penalty in INVERSE_PENALTIES:
-        weight, bias = _minimum(x, y, n_classes, inverse_penalty)
-        losses.append(_balanced_cross_entropy(x_ca @ weight.T + bias, y_ca, n_classes))
+def choose_penalty(splits: Sequence[tuple[Split, Split]], n_classes: int) -> float:
+    """The inverse L2 penalty with the lowest balanced cross-entropy over (training split, calibration split) pairs."""
+    losses = np.zeros(len(INVERSE_PENALTIES))
+    for train, calibration in splits:
+        mean, std = standardization(train[0], "feature")
+        x, x_ca = (_doubles((split[0] - mean) / std) for split in (train, calibration))
+        y, y_ca = train[1].cpu().numpy(), calibration[1].cpu().numpy()
+        for i, inverse_penalty in enumerate(INVERSE_PENALTIES):
+            weight, bias = _minimum(x, y, n_classes, inverse_penalty)
+            losses[i] += _balanced_cross_entropy(x_ca @ weight.T + bias, y_ca, n_classes)
     return INVERSE_PENALTIES[int(np.argmin(losses))]
 
 

@@ -73,14 +73,17 @@ def _fit_repeats(estimator: SDMEstimator, points: Part, n_classes: int, on_epoch
     folds = fold_count(labels)
     with progress_bar(estimator.progress) as bar:
         task = bar.add_task("Fitting the SDM layers", total=folds * repeats)
-        penalty = None
+        penalty: float | None = None
         for repeat in range(repeats):
             rng = np.random.default_rng([estimator.seed, repeat])
+            splits = []
             for held_at in random_folds(labels, folds, rng):
                 train_at = np.setdiff1d(np.arange(len(labels)), held_at)
-                train, held = split_points(points, train_at), split_points(points, held_at)
-                if estimator.learning_rate is None:
-                    penalty = penalty or choose_penalty(train[:2], held[:2], n_classes)
+                splits.append((split_points(points, train_at), split_points(points, held_at)))
+            if penalty is None and estimator.learning_rate is None:
+                penalty = choose_penalty([(train[:2], held[:2]) for train, held in splits], n_classes)
+            for train, held in splits:
+                if penalty is not None:
                     layer = _convex_layer(estimator, train, held, n_classes, penalty)
                 else:
                     layer = _trained_layer(estimator, train, held, n_classes, rng, lambda row: None)
@@ -132,7 +135,7 @@ def _fit_rounds(
                 first, second = random_halves(points[1].numpy(), rng)
                 train, held = split_points(points, first), split_points(points, second)
             if convex:
-                penalty = choose_penalty(train[:2], held[:2], n_classes)
+                penalty = choose_penalty([(train[:2], held[:2])], n_classes)
                 layer = _convex_layer(estimator, train, held, n_classes, penalty)
                 tell(layer.history[-1])
             else:

@@ -83,7 +83,7 @@ def compare(
 
     # A file may name fewer classes than it holds labels for.
     names = [*fit_data.class_names[:n_classes], *map(str, range(len(fit_data.class_names), n_classes))]
-    estimator = SDMEstimator(alpha=alpha, seed=seed, progress=progress, **estimator_parameters)
+    estimator = SDMEstimator.published(alpha=alpha, seed=seed, progress=progress, **estimator_parameters)
     estimator.fit(fit_data.X, y, ids=fit_data.ids, documents=fit_data.documents(), class_names=names)
     where = {name: i for i, name in enumerate(fit_data.ids)}
     train, held = ([where[name] for name in ids] for ids in (estimator.support_ids_, estimator.calibration_ids_))

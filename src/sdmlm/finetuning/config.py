@@ -142,7 +142,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     def _check_estimator(self) -> None:
         """Refuse now what the SDM layer would refuse later: with `loss="ce"` the first one comes after training."""
         try:
-            check_parameters(SDMEstimator(**self.estimator_parameters()))
+            check_parameters(SDMEstimator.published(**self.estimator_parameters()))
         except BadSetting as error:  # the estimator's name of a setting may differ from ours
             raise BadSetting(LAYER_FIELDS[error.name], error.problem) from None
 

@@ -95,7 +95,7 @@ class SDMLanguageModel:
         metadata: Mapping[str, Any],
         folder: Path | None = None,
     ) -> None:
-        if estimator.ensemble or len(estimator.classes_) != 2:
+        if estimator.combine == "all" or len(estimator.classes_) != 2:
             raise ValueError("The SDM layer of a language model has two classes (No, Yes) and is no ensemble.")
         width = 2 * inner_lm(model).config.get_text_config().hidden_size
         if estimator.n_features_in_ != width:
