@@ -62,7 +62,8 @@ def with_corrupted(name: str, X: NDArray[np.float64], y: NDArray[np.int64], seed
 
 
 def _digits() -> DataSet:
-    return with_unseen("digits", *load_digits(return_X_y=True), 2)
+    X, y = load_digits(return_X_y=True)
+    return with_unseen("digits", X, y, unseen=2)
 
 
 def _breast_cancer() -> DataSet:

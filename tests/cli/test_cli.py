@@ -361,7 +361,7 @@ def test_damaged_or_newer_artifacts_are_refused(saved: str, tmp_path: Path, caps
     fewer = damaged("fewer") / "config.json"
     fewer.write_text(json.dumps({**json.loads(fewer.read_text()), "class_names": ["one"]}))
     config = damaged("newer") / "config.json"
-    config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 999'))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "format_version": 999}))
     (damaged("config") / "config.json").write_text("{}")
     words = {"flipped": "damaged", "fewer": "damaged", "newer": "newer", "config": "damaged"}
     for name, says in {**words, "nothing": "not a saved"}.items():

@@ -253,6 +253,22 @@ class SDMEstimator:
         check_classes(y_ca, classes, "calibration y", least=1)
         return x_ca, y_ca.to(x.device), names_ca
 
+    def settings(self) -> dict[str, Any]:
+        """The settings that were chosen automatically or given, as they were used."""
+        self._check_fitted()
+        last = self.layers_[0].history[-1] if self.layers_[0].history else {}
+        chosen = {name: last[name] for name in ("inverse_penalty",) if name in last}
+        width = len(self.layers_[0].adaptor.bias)
+        held_out = 0 if self.held_out_ is None else len(self.held_out_[0])
+        names = ("rule", "combine", "distance")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "layers": len(self.layers_),
+            "exemplar_dim": width,
+            **chosen,
+            "held_out": held_out,
+        }
+
     def recalibrate(self, alpha: float) -> SDMEstimator:
         """Answer for another alpha from now on: region and certificate are found anew, nothing is re-trained."""
         self._check_fitted()

@@ -71,7 +71,9 @@ def fit_and_broadcast(
     estimator: SDMEstimator | None = None
     if accelerator.is_main_process:
         seed = int(np.random.default_rng([args.seed, *seeds]).integers(2**31))
-        estimator = SDMEstimator.published(**args.estimator_parameters(), seed=seed, device=args.device, progress=progress)
+        estimator = SDMEstimator.published(
+            **args.estimator_parameters(), seed=seed, device=args.device, progress=progress
+        )
         estimator.fit(h, labels, documents=documents)
         if accelerator.num_processes > 1:
             file = io.BytesIO()

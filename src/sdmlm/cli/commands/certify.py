@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
+
+if TYPE_CHECKING:
+    from sdmlm.estimator.acceptance import CertifiedRule
 
 EXAMPLES = """\
   sdmlm certify runs/estimator fresh.npz
@@ -21,6 +24,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help="labelled points that played no part in fitting")
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
     parser.add_argument("--delta", type=float, default=0.05, metavar="P", help="chance of a wrong certificate (0.05)")
+    parser.add_argument("--promise", choices=("overall", "predicted", "class"), help="what alpha holds for (as fitted)")
+    parser.add_argument("--epsilon", type=float, metavar="P", help="share of known points given up to see shifts")
     parser.add_argument("--classes", metavar="C,...", help="predicted classes to cover, by name (all)")
     parser.add_argument("--output", metavar="FILE.json", help="save the certificate, for score --certificate")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
@@ -29,6 +34,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Certify and show every test."""
+    from sdmlm.estimator.acceptance import CertifiedRule
     from sdmlm.estimator.certify import certificate_rows
     from sdmlm.estimator.embedding_files import read_embeddings
 
@@ -42,9 +48,12 @@ def run(args: argparse.Namespace) -> None:
     shared = sum(isinstance(i, str) and i in known for i in data.ids)
     if shared:  # numbers say nothing: every file may count from 0
         common.warn(f"{args.embeddings} shares {shared} ids with the fitted points; a certificate needs fresh ones.")
-    certificate = estimator.certify(data.X, y, args.delta, _classes(args.classes, names))
+    certificate = estimator.certify(data.X, y, args.delta, _classes(args.classes, names), args.promise, args.epsilon)
     if args.output:
         certificate.save(args.output)
+    if isinstance(certificate, CertifiedRule):
+        _show_rule(args, certificate, names)
+        return
     tests = certificate_rows(certificate)
     for test in tests:
         test["predicted_class"] = names[test["predicted_class"]]
@@ -55,6 +64,28 @@ def run(args: argparse.Namespace) -> None:
         common.print_json({**head, "says": certificate.sentence(names), "region": facts, "tests": tests})
     else:
         _show(args, certificate.sentence(names), tests)
+
+
+def _show_rule(args: argparse.Namespace, rule: CertifiedRule, names: list[str]) -> None:
+    says = rule.sentence(names)
+    if args.json:
+        common.print_json({"certified": rule.certified, "says": says, **rule.to_dict()})
+        return
+    from rich.text import Text
+
+    out = common.console(args)
+    table = common.rich_table(
+        "Tests", ("least confidence", "group", "accepted", "errors", "p-value", "passed"), ["group"]
+    )
+    for test in rule.tests:
+        counts = str(test.accepted), str(test.errors)
+        cells = f"{test.threshold:.3f}", Text(test.group), *counts
+        table.add_row(*cells, f"{test.p_value:.2g}", "yes" if test.passed else "no")
+    if rule.tests:
+        out.print(table)
+    out.print(Text(says))
+    if args.output:
+        out.print(f"Written: {args.output}.", markup=False)
 
 
 def _classes(text: str | None, names: list[str]) -> list[int] | None:

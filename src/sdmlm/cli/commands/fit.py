@@ -72,11 +72,14 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
     """What came of the fit, over the calibration points of the best round."""
     from sdmlm.estimator.calibration_summary import highest_alpha_with_region, summarize_calibration
 
+    certificate = estimator.certificate_ if estimator.rule == "certified" else None
     return {
         **summarize_calibration(estimator).to_dict(names),
         "highest_alpha": highest_alpha_with_region(estimator),
-        "rounds": len(estimator.layers_) if estimator.ensemble else estimator.rounds,
+        "rounds": estimator.rounds if estimator.combine == "best" else len(estimator.layers_),
         "support": len(estimator.support_ids_),
+        "settings": estimator.settings(),
+        "certificate": None if certificate is None else {**certificate.to_dict(), "says": certificate.sentence(names)},
     }
 
 
@@ -95,6 +98,11 @@ def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
     share = common.percent(ca["accepted"], ca["points"])
     out.print(f"alpha {facts['alpha']:g}: q'min {common.number(facts['q_min'])}, balanced loss {facts['loss']:.4f}")
     out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
-    if not ca["accepted"]:
+    out.print(
+        "Settings: " + ", ".join(f"{name} {value}" for name, value in facts["settings"].items()) + ".", markup=False
+    )
+    if facts["certificate"] is not None:
+        out.print(facts["certificate"]["says"], markup=False)
+    elif not ca["accepted"]:
         common.warn(f"{common.nothing_accepted(facts)}, a higher learning rate or more data.")
     out.print(f"Saved to {args.output}." + (f" Report: {args.report}." if args.report else ""), markup=False)

@@ -73,22 +73,21 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> tuple[Scores, HighReliabilityRegion]:
-    """The scores with the certified region in place of the estimated one, and that region."""
+    """The scores decided by the certificate in the file, and the region that is shown with them."""
+    from sdmlm.estimator.acceptance import CertifiedRule
     from sdmlm.estimator.certify import Certificate
     from sdmlm.estimator.region import HighReliabilityRegion
 
-    certificate = Certificate.load(path)
-    if len(estimator.layers_) > 1:
-        raise ValueError("A certificate is for a single model, and this estimator is an ensemble.")
-    if certificate.estimator != estimator.digest():
+    rule = CertifiedRule.load(path) if estimator.rule == "certified" else Certificate.load(path)
+    if rule.estimator != estimator.digest():
         raise ValueError(f"{path} was made for another estimator, or before this one changed: certify again.")
-    if certificate.alpha != estimator.alpha_:
-        raise ValueError(f"{path} is for alpha {certificate.alpha:g}: give --alpha {certificate.alpha:g} with it.")
-    inside = certificate.accepts(scores)
-    region = certificate.region
-    if region is None:
+    if rule.alpha != estimator.alpha_:
+        raise ValueError(f"{path} is for alpha {rule.alpha:g}: give --alpha {rule.alpha:g} with it.")
+    inside = rule.accepts(scores)
+    region = estimator.region_ if isinstance(rule, CertifiedRule) else rule.region
+    if (isinstance(rule, CertifiedRule) and not rule.certified) or region is None:
         common.warn(f"{path} certifies nothing, so nothing is accepted.")
-        region = HighReliabilityRegion(certificate.alpha, math.inf, (math.inf,) * scores.p.shape[1])
+        region = region or HighReliabilityRegion(rule.alpha, math.inf, (math.inf,) * scores.p.shape[1])
     return dataclasses.replace(scores, accepted=inside, accepted_lower=scores.accepted_lower & inside), region
 
 
@@ -154,7 +153,9 @@ def metrics_table(estimator: SDMEstimator, data: Embeddings, scores: Scores, nam
     from sdmlm.evaluation.metrics import selective_metrics
     from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 
-    kinds = {"no-reject": np.ones(len(scores), bool), "SDM HR": scores.accepted, "SDM HR lower": scores.accepted_lower}
+    kinds = {"no-reject": np.ones(len(scores), bool), "SDM HR": scores.in_region, "SDM HR lower": scores.accepted_lower}
+    if estimator.rule == "certified":
+        kinds["SDM certified"] = scores.accepted
     rows = [
         SelectiveRow(
             dataset, "SDM", name, selective_metrics(data.labels(dataset), scores.prediction, inside, len(names))
