@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +67,61 @@ def test_the_estimator_given_stays_as_it_is(estimator: SDMEstimator, tmp_path: P
     assert estimator.documents_ == documents
     np.testing.assert_array_equal(estimator.score(x).q, before.q)
     assert with_feedback(estimator, ()) is estimator
+
+
+def killed_at(step: int, folder: Path, log: FeedbackLog) -> bool:
+    """Save in a process that dies, without any clean-up, before its nth operation on files; whether it acknowledged."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def count(*_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(9)
+
+        sync = os.fsync
+        os.fsync = lambda handle: (count(), sync(handle))[1]
+        sys.addaudithook(lambda event, _: count() if event in FILE_EVENTS else None)
+        try:
+            save_feedback(folder, log, "weights")
+            os.write(write, b"stored")
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    said = os.read(read, 10)
+    os.close(read)
+    return said == b"stored"
+
+
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_between_any_two_writes_what_was_acknowledged_is_stored(tmp_path: Path) -> None:
+    """A save that dies leaves the log before it or the new one, whole; one that was acknowledged, the new one."""
+    h = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    before = FeedbackLog().added("first", 1, h[0])
+    after = before.added("second", 0, h[1])
+    seen = []
+    for step in range(200):
+        folder = tmp_path / str(step)
+        save_feedback(folder, before, "weights")
+        acknowledged = killed_at(step, folder, after)
+        stored = load_feedback(folder, "weights")
+        assert stored.same(before) or stored.same(after)
+        assert stored.same(after) or not acknowledged
+        assert [item.text for item in stored.items] == [
+            item.text for item in (after if stored.same(after) else before).items
+        ]
+        save_feedback(folder, after, "weights")  # what is left of the dead does not get in the way
+        assert load_feedback(folder, "weights").same(after)
+        seen.append((stored.same(after), acknowledged))
+        if acknowledged:
+            break
+    assert acknowledged
+    assert len(seen) > 8  # it died in many places,
+    assert {(False, False), (True, False), (True, True)} == set(seen)  # before the commit, after it, and not at all

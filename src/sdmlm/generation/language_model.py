@@ -75,12 +75,12 @@ class SDMLanguageModel:
     --------
     >>> from sdmlm import SDMLanguageModel
     >>> lm = SDMLanguageModel.from_pretrained("runs/lm")
-    >>> answer = lm.generate("abcd=")
+    >>> answer = lm.generate("abc=")
     >>> answer.text
-    'abcd'
+    'abc'
     >>> answer.verdict, answer.verified
     ('Yes', True)
-    >>> lm.verify("abcd=", "dcba.").verified
+    >>> lm.verify("abc=", "cba.").verified
     False
     """
 

@@ -1,10 +1,9 @@
-"""Search under a budget: further answers where the first is not verified.
+"""Search under a budget: further answers if the first is not verified.
 
-The paper's section on limits proposes it: go on after `<verified>No</verified>`, or start over with the refused answer in the
-prompt, the branching decided by the SDM layer. Every candidate is judged as an answer to the prompt that was asked.
-
-What is accepted of a search needs a calibration of its own (`sdmlm.generation.search_calibration`); without it a searched answer says
-`calibrated=False`.
+The paper proposes it in its section on limitations: go on after `<verified>No</verified>`, or start over with the refused
+answer in the prompt; the SDM layer decides where to branch. Every candidate is judged as an answer to the prompt that was
+asked. Which answers of a search are accepted needs a calibration of its own (`sdmlm.generation.search_calibration`);
+without it they have `calibrated=False`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,30 @@ NOT_CALIBRATED = " The search that chose this answer was not calibrated, so it m
 
 @dataclass(frozen=True)
 class SearchPolicy:
-    """What to do about an answer that is not verified (rejected, or accepted as No).
+    """What to try when an answer is not verified.
 
-    kind: "resample" draws another answer; "reprompt" starts over with the refused answer in the prompt; "continue" goes
-    on generating after the refused answer and `<verified>No</verified>`. budget: further tries a prompt, at most. The search
-    stops at the first verified answer; where there is none, the answer with the highest SDM output for Yes is returned, the
-    earliest of equals. temperature: of the further tries; their chance comes from the seed of the call.
+    The search stops at the first verified answer. If there is none, it returns the answer with the highest SDM output for
+    Yes, the earliest of equals. What "verified" means for the answer of a search has to be calibrated for the search as a
+    whole: see `calibrate_search`.
+
+    Parameters
+    ----------
+    kind : str
+        "resample" draws another answer. "reprompt" starts over with the refused answer in the prompt. "continue" goes on
+        generating after the refused answer and `<verified>No</verified>`.
+    budget : int
+        How many further answers per prompt, at most.
+    temperature : float
+        Of the further answers; their random numbers come from the seed of the call.
+
+    Examples
+    --------
+    >>> from sdmlm import SDMLanguageModel, SearchPolicy
+    >>> policy = SearchPolicy("resample", budget=2, temperature=1.0)
+    >>> lm = SDMLanguageModel.from_pretrained("runs/lm")
+    >>> answer = lm.generate("abc=", search=policy)
+    >>> answer.verified, answer.tries
+    (True, 1)
     """
 
     kind: str = "resample"
