@@ -1,4 +1,4 @@
-"""The reward r: does a completion follow the instructions of its prompt? (spec section 7)
+"""The reward r: does a completion follow the instructions of its prompt?
 
 A reward is a callable with TRL's signature, `(prompts, completions, **columns) -> list`, that answers 0 or 1 for each
 completion. It is given the bodies, without verification tags, in the format of the row (text or one assistant message),
@@ -64,7 +64,7 @@ def single_reward(given: Reward | str | Sequence[Reward | str] | None) -> Reward
 
 
 def load_module(name: str, what: str) -> Any:
-    """A module that the user names, found as `python -m` finds it; `what` begins the error where it cannot be had."""
+    """A module that the user names, found as `python -m` finds it; `what` begins the error message."""
     if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there by itself
         sys.path.insert(0, os.getcwd())
     try:
@@ -84,9 +84,9 @@ def reward_name(reward: Reward) -> str | None:
         return None
 
 
-def reward_as_fitted(given: Reward | str | None, facts: Mapping[str, Any]) -> Reward:
-    """The reward that is given, or else the one of an SDM layer with these facts (`sdm/lm.json`)."""
-    named = facts.get("reward", "sdmlm.rewards:exact_match") if given is None else given
+def reward_as_fitted(given: Reward | str | None, metadata: Mapping[str, Any]) -> Reward:
+    """The reward that is given, or else the one of an SDM layer with this metadata (`sdm/lm.json`)."""
+    named = metadata.get("reward", "sdmlm.rewards:exact_match") if given is None else given
     if named is None:
         raise ValueError("This SDM layer was fitted with a reward that has no name: give one (--reward).")
     return load_reward(named)

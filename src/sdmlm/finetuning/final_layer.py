@@ -1,7 +1,7 @@
 """The SDM layer that goes with a model: fitted over D_ca with generated negatives, saved as `sdm/` beside the weights.
 
 It is fitted with gamma_gen = gamma_diversity = 1 for every model alike, whether it was fine-tuned with SDM layers, in
-another way, or not at all (docs/method.md).
+another way, or not at all (docs/method.md, section 6).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The SDM next-token loss (spec section 7, the paper's Eq. 1).
+"""The SDM next-token loss (Eq. 1 of the paper; docs/method.md, section 4).
 
 For a token of document n with logits z and base b_n the loss is -log_b softmax_b(z) = crossentropy(z ln b_n) / ln b_n,
 summed over the tokens that count and divided by their number; b_n = e gives cross-entropy. No gradient flows through b.

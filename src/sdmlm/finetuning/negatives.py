@@ -1,6 +1,6 @@
-"""Which document stands for a prompt: the sampling policy, batched generation, and the store of hard negatives.
+"""Which document represents a prompt in an epoch: the sampling policy and the store of hard negatives.
 
-Spec section 7: per prompt the positive with probability gamma_plus; otherwise, from the second epoch on, with gamma_gen
+The policy (docs/method.md, section 6): per prompt the positive with probability gamma_plus; otherwise, from the second epoch on, with gamma_gen
 a completion is generated and, if r = 0, with gamma_diversity it is the negative; else the static one is.
 
 All chance is drawn from (seed, epoch, row), never from a running generator: neither the order of the rows, nor how they
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 
 class Draw(NamedTuple):
-    """What chance says about one prompt in one epoch."""
+    """The random choice for one prompt in one epoch."""
 
     positive: bool
     generate: bool  # the negative is to be a generation, if one with r = 0 comes out
@@ -57,7 +57,7 @@ class NegativePolicy:
 
 
 def check_generations(max_new_tokens: int, temperature: float, num_generations: int) -> None:
-    """Refuse what no negative can be generated with."""
+    """Refuse settings with which no negative can be generated."""
     for name, value in (("max_new_tokens", max_new_tokens), ("num_generations", num_generations)):
         if value < 1:
             raise ValueError(f"{name} is {value} but must be at least 1.")
@@ -86,7 +86,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class EpochDocument:
-    """The completion that stands for a row in an epoch."""
+    """The completion that represents a row in an epoch."""
 
     row: int
     completion: str | Messages

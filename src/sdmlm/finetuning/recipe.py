@@ -1,7 +1,7 @@
 """Settings of fine-tuning from outside: YAML recipes, and values of the right type.
 
 A recipe is a flat YAML file. Its keys are the options of `sdmlm train` and the fields of `SDMConfig`, which include those
-of `transformers.TrainingArguments`; what stands on the command line wins over it.
+of `transformers.TrainingArguments`; options on the command line win over it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from typing import Any
 from sdmlm.storage.text_files import decode
 
 # Settings that have an option of another name.
-_ELSEWHERE = {"output_dir": "--output", "resume_from_checkpoint": "--resume"}
-_USUAL = {"epochs": "num_train_epochs", "lr": "learning_rate", "batch_size": "per_device_train_batch_size"}  # elsewhere
+_OTHER_OPTION = {"output_dir": "--output", "resume_from_checkpoint": "--resume"}
+_NAMES_ELSEWHERE = {
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+}  # of other tools
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "JSON"}
 
@@ -53,7 +57,7 @@ def field_types() -> dict[str, Any]:
     from sdmlm.finetuning.config import SDMConfig
 
     hints = typing.get_type_hints(SDMConfig)
-    return {f.name: hints[f.name] for f in dataclasses.fields(SDMConfig) if f.init and f.name not in _ELSEWHERE}
+    return {f.name: hints[f.name] for f in dataclasses.fields(SDMConfig) if f.init and f.name not in _OTHER_OPTION}
 
 
 def field_default(name: str) -> Any:
@@ -80,9 +84,9 @@ def typed(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str | None 
 
 
 def _hint(name: str, known: Iterable[str], in_recipe: bool) -> str:
-    if name in _ELSEWHERE:
-        return f": use {_ELSEWHERE[name]}"
-    close = [_USUAL[name]] if name in _USUAL else difflib.get_close_matches(name, known, n=1)
+    if name in _OTHER_OPTION:
+        return f": use {_OTHER_OPTION[name]}"
+    close = [_NAMES_ELSEWHERE[name]] if name in _NAMES_ELSEWHERE else difflib.get_close_matches(name, known, n=1)
     if not close:
         return " (`sdmlm train --help` lists them)"
     return f" (nearest: {close[0] if in_recipe else '--' + close[0].replace('_', '-')})"
@@ -96,9 +100,9 @@ def _value(name: str, annotation: Any, value: Any) -> Any:
     if optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
     if isinstance(value, str):
-        found = _from_text(value, kinds)
-        if found is not None:
-            return found
+        parsed = _from_text(value, kinds)
+        if parsed is not None:
+            return parsed
     elif isinstance(value, bool):
         if bool in kinds:
             return value
@@ -123,8 +127,8 @@ def _from_text(text: str, kinds: Container[Any]) -> Any:
     for number in (int, float):
         if number in kinds:
             try:
-                if math.isfinite(found := number(text)):
-                    return found
+                if math.isfinite(parsed := number(text)):
+                    return parsed
             except (ValueError, OverflowError):
                 pass
     for structure, first in ((dict, "{"), (list, "[")):

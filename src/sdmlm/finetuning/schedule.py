@@ -32,9 +32,9 @@ def row_numbers(numbers: list[int]) -> dict[str, Tensor]:
 
 
 class EpochOrder(Sampler[int]):
-    """A fresh order each epoch, drawn from (seed, epoch): the same however often an epoch is begun.
+    """A fresh order each epoch, drawn from (seed, epoch): the same whenever an epoch starts again.
 
-    With several processes it ends with -1, nobody's row, so that the last step has a batch for each of them:
+    With several processes it ends with -1, which is no row, so that the last step has a batch for each of them:
     Accelerate would fill it up with rows from the epoch's start, which one process would not see twice.
     """
 

@@ -1,4 +1,4 @@
-"""SDMTrainer: any Hugging Face causal LM becomes an SDM language model (docs/method.md, fine-tuning).
+"""SDMTrainer: any Hugging Face causal LM becomes an SDM language model (docs/method.md, sections 4 to 7).
 
 An epoch: hard negatives are generated for the prompts that drew one, an SDM layer is fitted on one document per prompt
 with the LM frozen, and then, step by step, that layer gives each document the base of its next-token loss. In the middle

@@ -18,8 +18,11 @@ _SMALLEST = 1e-30  # of a temperature or a top_p
 
 
 def answer_room(encoder: Encoder, max_new_tokens: int) -> int:
-    """Tokens to leave for an answer of unknown length. A prompt that may be cut makes room for all that may be generated,
-    but keeps half of the context: a bound that no answer reaches must not cost the question."""
+    """Tokens to leave for an answer of unknown length.
+
+    A prompt that may be cut makes room for `max_new_tokens`, but keeps at least half of the context: a large bound that
+    answers rarely reach must not cut off the question.
+    """
     if not encoder.truncate_prompt or encoder.max_length is None:
         return 1
     return max(1, min(max_new_tokens, (encoder.max_length - encoder.suffix_length) // 2))
@@ -49,8 +52,8 @@ def generate(
     names the prompts in error messages (default: by position). Where prompts are cut to fit, `rooms` says how many tokens
     to leave for each completion (default: `answer_room`).
 
-    `top_p` samples among the likeliest tokens that together have that probability. `prefixes` is what the answer to each
-    prompt begins with: generation goes on from there, and returns only what is new. `should_stop(number of the prompt, its ids so
+    `top_p` samples among the likeliest tokens that together have that probability. `prefixes` is the beginning of the answer to each
+    prompt: generation goes on from there, and returns only what is new. `should_stop(number of the prompt, its ids so
     far)` is asked after every token and may end a row. `reader` makes summaries h of the states while they exist.
     """
     if temperature > 0 and seeds is None:

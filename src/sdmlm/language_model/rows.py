@@ -43,12 +43,12 @@ def read_preferences(source: str, tags: VerificationTags | None = None) -> Prefe
             raise ValueError(f"{source} is of an unknown kind: rows are read from .jsonl, .json or .parquet files.")
         content = path.read_bytes()
         rows, sha256 = _READERS[path.suffix](source, content), hashlib.sha256(content).hexdigest()
-    elif path.suffix in _READERS or not (found := _HUB_NAME.fullmatch(source)):
+    elif path.suffix in _READERS or not (hub_name := _HUB_NAME.fullmatch(source)):
         raise ValueError(
             f"{source} does not exist: name a .jsonl, .json or .parquet file, or a data set of the Hub as org/name."
         )
     else:
-        rows = _read_hub(source, found["name"], found["split"] or "train")
+        rows = _read_hub(source, hub_name["name"], hub_name["split"] or "train")
         sha256 = _digest(rows)
     if not rows:
         raise ValueError(f"{source} is empty: it holds no rows.")

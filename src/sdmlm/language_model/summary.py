@@ -1,4 +1,4 @@
-"""The summary vector h of a document, from the hidden states of an LM (spec section 1).
+"""The summary vector h of a document, from the hidden states of an LM (docs/method.md, section 3).
 
 h = [state at one position ; mean of the states up to and including it], always float32. "State" means what the
 output embedding would receive, so the final norm is already applied. Attention is causal: the states up to a position

@@ -88,17 +88,17 @@ def read_artifact(
         raise DamagedError(f"{folder} holds no {CONFIG}: it is not a saved {kind}.")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        found_kind, found_version, files = config["kind"], int(config["format_version"]), config["files"]
+        kind_present, version_present, files = config["kind"], int(config["format_version"]), config["files"]
         entries = {part: (str(files[part]["name"]), str(files[part]["sha256"])) for part in ("tensors", "texts")}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(
             f"{folder / CONFIG} is damaged: save the artifact again or restore it from a copy."
         ) from error
-    if found_kind != kind:
-        raise DamagedError(f"{folder} holds a saved {found_kind}, not a {kind}.")
-    if found_version > version:
+    if kind_present != kind:
+        raise DamagedError(f"{folder} holds a saved {kind_present}, not a {kind}.")
+    if version_present > version:
         raise DamagedError(
-            f"{folder} was written by a newer sdmlm (format {found_version}, this one reads up to {version}): upgrade sdmlm."
+            f"{folder} was written by a newer sdmlm (format {version_present}, this one reads up to {version}): upgrade sdmlm."
         )
     for name, sha256 in entries.values():
         if Path(name).name != name or not (folder / name).is_file():
@@ -112,9 +112,9 @@ def read_artifact(
 
 @contextlib.contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Whether the folder is ours for the time being, among processes that ask. The lock goes with the process.
+    """Lock a folder among processes that call this; yields whether this process has the lock.
 
-    Where somebody else has it: waits, or without `wait` says no.
+    Where another process has it, wait for it, or without `wait` yield False. A lock ends with its process.
     """
     try:
         import fcntl
@@ -135,7 +135,7 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """How a number that may be infinite stands in JSON, which has no infinity."""
+    """A number that may be infinite as JSON can hold it: None for infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -154,24 +154,24 @@ def write_text_atomically(path: str | Path, text: str) -> None:
         os.replace(partial, path)
 
 
-def write_metadata(path: Path, facts: Mapping[str, Any], indent: int | None = None) -> None:
+def write_metadata(path: Path, metadata: Mapping[str, Any], indent: int | None = None) -> None:
     """A JSON object with a checksum of its own, replaced in one step."""
-    plain = json.loads(json.dumps(facts))
+    plain = json.loads(json.dumps(metadata))
     write_text_atomically(path, json.dumps({**plain, "sha256": _digest(plain)}, indent=indent) + "\n")
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """What `write_metadata` wrote; ValueError or OSError where it cannot be read or was changed since."""
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(facts, dict):
+    metadata = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(metadata, dict):
         raise DamagedError("it is no object")
-    if facts.pop("sha256", None) not in (None, _digest(facts)):  # without one: written before there were any
+    if metadata.pop("sha256", None) not in (None, _digest(metadata)):  # without one: written before there were any
         raise DamagedError("its checksum differs")
-    return facts
+    return metadata
 
 
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _digest(metadata: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def _named_files(folder: Path) -> set[str]:
 def _present_config(folder: Path) -> dict[str, Any]:
     """The config.json that is there; empty where there is none, or none that can be read."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
