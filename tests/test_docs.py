@@ -176,6 +176,20 @@ def test_file_tree_names_every_module() -> None:
     assert not missing, f"run python docs/make_file_list.py: docs/architecture.md lacks {sorted(missing)}"
 
 
+def test_the_files_to_touch_exist() -> None:
+    """Those of the table "Which file for what", and the new names of moved modules in the changelog."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text[text.index("## Which file for what") : text.index("## The three ways")]
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", table)
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / "src" / "sdmlm" / path).exists()] == []
+    moves = re.findall(r"^  \| .* \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    modules = [name for line in moves for name in re.findall(r"`(\w+(?:\.\w+)+)`", line)]
+    assert len(modules) > 15
+    paths = [ROOT / "src" / "sdmlm" / f"{name.replace('.', '/')}.py" for name in modules]
+    assert [path.stem for path in paths if not path.exists()] == []
+
+
 def test_every_option_of_ours_is_documented() -> None:
     pytest.importorskip("transformers")
     from transformers import TrainingArguments
