@@ -559,7 +559,7 @@ def test_batch_upload_filter_sort_download(visit: Visit, served: Served, tmp_pat
     assert [r["line"] for r in rows] == [1, 6, 7, 8, 9, 10, 11, 12, 13]
     assert [r.get("id") for r in rows[:6]] == list(range(6))
     values = {"Judged wrong": "known wrong", "Not verified": "rejected"}  # in files the words stay as they were
-    assert [r["outcome"] for r in rows] == [values.get(name, name.lower()) for name in [*names, "Error"]]
+    assert [r["outcome"] for r in rows] == [values.get(name, name.lower()) for name in [*names, "Error"]]  # type: ignore[attr-defined]
     for row, v in zip(rows[:8], expected, strict=True):
         assert (row["answer"], row["sdm"]["verdict"], row["sdm"]["accepted"]) == (v.text, v.verdict, v.accepted)
     assert "tokens" in rows[-1]["error"]
