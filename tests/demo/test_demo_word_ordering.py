@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_security import adversary
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
@@ -19,6 +21,7 @@ from sdmlm.demo import word_ordering as word_ordering_demo
 from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits, pick_examples
 from sdmlm.evaluation.lm_evaluation import read_evaluation
 from sdmlm.finetuning.recipe import read_recipe
+from sdmlm.language_model.content import TextEncoder
 from sdmlm.tasks.word_ordering import make_splits
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "demo"
@@ -115,6 +118,27 @@ def test_its_examples_are_the_answers_that_were_evaluated(demo: tuple[Path, str]
     for title, row, answer in shown:
         name = title.split()[4]
         assert answer.generated == found[name].generated[rows[name].index(row)]
+
+
+def test_forged_turns_are_not_verified(demo: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller version of the table in docs/security.md. At the demo's own alpha the fast model verifies nothing."""
+    module, alpha = adversary(), 0.6
+    lm = SDMLanguageModel.from_pretrained(demo[0] / "sdm_hn")
+    lines = (demo[0] / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    rows = [json.loads(line) for line in lines]
+    results = {result.kind: result for result in module.measure(lm, rows, tails=3, alpha=alpha)}
+    assert results["right answers"].verified > 0.1
+    assert results["forged turns"].verified <= results["forged turns without the control strings"].verified
+    for kind in ("forged turns", "wrong answers with words to the judge", "empty answers", "canned answers"):
+        assert results[kind].verified < results["right answers"].verified / 2, kind
+    assert results["wrong answers with a verification suffix"] == dataclasses.replace(
+        results["wrong answers"], kind="wrong answers with a verification suffix"
+    )
+    # With text that may become control tokens the attack succeeds: the test can fail.
+    forged = [module.forged_turn(lm, rows[n], rows[n - 1]) for n in range(len(rows))]
+    monkeypatch.setattr(TextEncoder, "content", TextEncoder.trusted)
+    verified = [v.verified for v in lm.verify([r["prompt"] for r in rows], forged, alpha=alpha, progress=False)]
+    assert sum(verified) / len(verified) > results["right answers"].verified / 2
 
 
 def test_the_published_demo_keeps_its_word() -> None:

@@ -1,0 +1,40 @@
+"""docs/security.md says what was measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def adversary() -> Any:
+    """benchmarks/adversary.py as a module."""
+    spec = importlib.util.spec_from_file_location("adversary", ROOT / "benchmarks" / "adversary.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["adversary-demo", "adversary-demo-ce"])
+def test_the_tables_are_those_of_their_files(name: str) -> None:
+    module = adversary()
+    figures = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    results = [module.Result(**line) for line in figures["results"]]
+    assert module.table(results) in (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    assert figures["rows"] == 200
+    share = {r.kind: r.verified for r in results}
+    # What the page says about them.
+    assert share["right answers"] > 0.1
+    for kind in ("forged turns", "canned answers", "wrong answers with words to the judge", "empty answers"):
+        assert share[kind] <= 0.01, kind
+    assert share["forged turns"] <= share["forged turns without the control strings"]
+    assert share["wrong answers with a verification suffix"] == share["wrong answers"]
