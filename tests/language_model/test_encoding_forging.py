@@ -128,7 +128,13 @@ def test_control_tokens_of_a_conversation_are_those_of_the_template(
         return [i for i in ids if i in control_ids(tokenizer)]
 
     expected = controls(tokenised(tokenizer, chat.render(conversation(["a" if c.strip() else c for c in contents]))))
-    ids = chat.ids(conversation(contents))
+    try:
+        ids = chat.ids(conversation(contents))
+    except ControlText:  # only where the template cuts a message at a word that is no control string of this tokenizer
+        assert template == "looks inside"
+        assert "</think>" in "".join(contents)
+        assert "</think>" not in names(tokenizer)
+        return
     assert controls(ids) == expected
     if not any(fold(mark) in fold(chat.render(conversation([c]))) for mark in ["</think>"] for c in contents):
         marks = [fold(mark) for mark in names(tokenizer)]
