@@ -20,9 +20,8 @@ from tiny_lm import copy_rows, process_group, tiny_lm, tiny_tokenizer
 
 from sdmlm.cli import main
 from sdmlm.evaluation.lm_evaluation import read_evaluation
-from sdmlm.experiments import evaluate as evaluating
-from sdmlm.experiments import runs as replication
-from sdmlm.experiments.runs import read_runs
+from sdmlm.experiments import evaluate as evaluation
+from sdmlm.experiments.runs import Run, read_runs
 from sdmlm.finetuning.trainer import SDMTrainer
 from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.tasks import arithmetic, word_ordering
@@ -221,7 +220,7 @@ def test_an_interrupted_replication_goes_on_to_the_same(
     (run,) = strict_json(capsys.readouterr().out)["runs"]
     assert (run["model"], run["tests"]) == ("to be resumed", ["test", "shifted"])
 
-    evaluate, seen = evaluating.evaluate, []
+    evaluate, seen = evaluation.evaluate, []
 
     def stopped_after_one(*args: Any, **kwargs: Any) -> Any:
         if seen:
@@ -230,7 +229,7 @@ def test_an_interrupted_replication_goes_on_to_the_same(
         return evaluate(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluating, "evaluate", stopped_after_one)
+        patch.setattr(evaluation, "evaluate", stopped_after_one)
         assert main(command) == 2
     assert {p.name for p in (folder / "evaluations").iterdir()} == {"test.json"}
     assert not list(folder.glob("checkpoint-*"))  # the training is done
@@ -391,7 +390,7 @@ def test_a_new_sdm_layer_is_evaluated_again(here: Path, whole: Path, capsys: pyt
     assert [run.setting for run in read_runs_quietly("out")] == ["sdm_hn"]
 
 
-def read_runs_quietly(folder: str) -> list[replication.Run]:
+def read_runs_quietly(folder: str) -> list[Run]:
     with pytest.warns(UserWarning, match="another SDM layer"):
         return read_runs(folder)
 
@@ -439,7 +438,7 @@ def test_another_task_goes_the_same_way(here: Path) -> None:
     assert "as published" not in page  # the paper's figures are about another task
     right = lambda prompts, completions, **columns: [1] * len(prompts)  # noqa: E731
     lm = SDMLanguageModel.from_pretrained("out/adding-sdm_hn/seed-0")
-    assert evaluating.evaluate(lm, arithmetic, given, right, progress=False).y.tolist() == [1] * len(given)
+    assert evaluation.evaluate(lm, arithmetic, given, right, progress=False).y.tolist() == [1] * len(given)
 
 
 def test_runs_over_different_rows_are_not_averaged(whole: Path, tmp_path: Path) -> None:

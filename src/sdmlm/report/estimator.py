@@ -107,20 +107,24 @@ def _headline(
     if view.labels is not None and accepted:
         says += f" Of these, {page.share(int(view.right[view.accepted].sum()), accepted)} are right; "
         says += f"over all points {page.share(int(view.right.sum()), n)} are."
+    says += " A point that is not accepted is not verified: a person should look. That does not mean that it is wrong."
+    if what == "calibration points":
+        says += " These points chose the thresholds, so new points can fare worse."
     if len(estimator.layers_) > 1:
         says += f" (An ensemble of {len(estimator.layers_)} models; the plots show the best one.)"
     facts = [
         ["alpha", f"{region.alpha:g}"],
         ["q'min", page.number(region.q_min)],
         ["accepted", f"{accepted} ({page.share(accepted, n)})"],
-        ["rejected", f"{n - accepted - strange} ({page.share(n - accepted - strange, n)})"],
+        ["not verified: a person should look", f"{n - accepted - strange} ({page.share(n - accepted - strange, n)})"],
         ["out of distribution (q = 0)", f"{strange} ({page.share(strange, n)})"],
         ["support vectors", str(len(estimator.support_ids_))],
         ["calibration points", str(len(estimator.calibration_.labels))],
         ["balanced calibration loss", page.number(estimator.loss_)],
     ]
     body = f"<p class='lead'>{page.text(says)}</p>" + page.table("In numbers", None, facts)
-    return page.section("At a glance", body + _by_class(region, view, what, names))
+    title = "The SDM layer over its calibration points" if what == "calibration points" else "At a glance"
+    return page.section(title, body + _by_class(region, view, what, names))
 
 
 def _by_class(region: HighReliabilityRegion, view: View, what: str, names: Sequence[str]) -> str:

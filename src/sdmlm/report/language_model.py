@@ -42,14 +42,15 @@ def write_report(
     )
     with matplotlib.rc_context(plots.STYLE):
         more = [
-            ("On test sets", _tests(run)) if evaluations else None,
             ("Over training", _training(run)),
             ("Search", _searches(searches)) if searches else None,
             ("How it was made", _made(facts, record, feedback)),
         ]
+        first = [("On test sets: the LM's own answers", _tests(run))] if evaluations else []
     title = f"SDM language model: {name}"
     sections = [section for section in more if section is not None and section[1]]
-    estimator_report.write_report(path, estimator, title=title, class_names=[tags["no"], tags["yes"]], more=sections)
+    names = [tags["no"], tags["yes"]]
+    estimator_report.write_report(path, estimator, title=title, class_names=names, more=sections, first=first)
 
 
 def _tests(run: Run) -> str:

@@ -20,6 +20,7 @@ from sdmlm.evaluation import score_table
 from sdmlm.evaluation.selective_table import MANY_CLASSES, worst_cell
 from sdmlm.report import plots
 from sdmlm.storage.artifacts import write_text_atomically
+from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
     from sdmlm.evaluation.metrics import Cell
@@ -79,7 +80,8 @@ def _aligned(head: str) -> str:
 
 
 def text(value: str) -> str:
-    return html.escape(str(value), quote=True)
+    """Text for a page: no markup, and characters that hide or reverse text are shown as escapes."""
+    return html.escape(visible(str(value)), quote=True)
 
 
 def share(part: int, whole: int) -> str:

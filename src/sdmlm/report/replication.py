@@ -44,18 +44,21 @@ def write_report(
         sections = [
             f"<p>{page.text(intro)}</p>" if intro else "",
             page.section("At a glance", _glance(runs, tables)),
-            page.section("Words", _words(tables.alpha)),
-            page.section(
-                "Selective classification", paper_table(tables, "selective", paper.SELECTIVE if published else {})
-            ),
-            page.section("Generation", paper_table(tables, "generation", paper.GENERATION if published else {})),
-            page.section(
-                "The final SDM layers", paper_table(tables, "calibration", paper.CALIBRATION if published else {})
-            ),
             page.section("By alpha", _by_alpha(runs, tables)),
-            page.section("Over training", _training(runs)),
+            page.section(
+                "The LMs' own answers to test prompts",
+                paper_table(tables, "selective", paper.SELECTIVE if published else {})
+                + paper_table(tables, "generation", paper.GENERATION if published else {}),
+            ),
             page.section("By class and by prediction", _full(tables, published)),
+            page.section(
+                "The final SDM layers over calibration documents",
+                paper_table(tables, "calibration", paper.CALIBRATION if published else {}),
+            ),
+            page.section("Over training", _training(runs)),
             *(page.section(*section) for section in more),
+            page.section("Runs", _runs(runs)),
+            page.section("Words", _words(tables.alpha)),
         ]
     page.write_page(path, title, sections)
 
@@ -63,15 +66,57 @@ def write_report(
 def _glance(runs: Sequence[Run], tables: Tables) -> str:
     says = [comparison.statement() for comparison in tables.comparisons]
     says = says or ["There is no pair of SDM + HN and CE + HN with the same seed, so nothing is compared."]
-    lead = "".join(f"<p class='lead'>{page.text(sentence)}</p>" for sentence in says)
+    caption = (
+        f"What became of the LM's own answers to test prompts, at alpha = {tables.alpha:g}. Accepted: the verdict of the SDM "
+        "layer on the answer (right or wrong) lies in the high-reliability region. Not verified: the layer does not "
+        "decide, and a person should look; that does not mean that the answer is wrong. Mean over the seeds."
+    )
+    picture = page.figure("outcomes", outcomes(runs), "What became of the answers on each test set", caption)
+    return picture + "".join(f"<p class='lead'>{page.text(sentence)}</p>" for sentence in says)
+
+
+def outcomes(runs: Sequence[Run]) -> Figure:
+    """A bar for each test set and setting: accepted and right, accepted and wrong, not verified; means over the seeds."""
+    groups: dict[tuple[tuple[int, str], str, tuple[int, str], str], list[Any]] = {}
+    several = len({run.family for run in runs}) > 1
+    for run in runs:
+        label = f"{run.family}: {run.label}" if several else run.label
+        for test, e in run.evaluations.items():
+            key = (dataset_order(test), run.family, setting_order(run.setting), plots.plain(f"{test}, {label}"))
+            groups.setdefault(key, []).append(e)
+    kinds = (
+        ("accepted, verdict right", plots.BLUE, None, lambda e: e.accepted & e.correct),
+        ("accepted, verdict wrong", plots.ORANGE, "//", lambda e: e.accepted & ~e.correct),
+        ("not verified: a person should look", "none", None, lambda e: ~e.accepted),
+    )
+    figure = Figure(figsize=(9.2, 1.2 + 0.36 * len(groups)), layout="constrained")
+    axes = figure.add_subplot()
+    names = [key[-1] for key in sorted(groups)]
+    left = np.zeros(len(names))
+    for label, color, hatch, which in kinds:
+        width = np.array([fmean(float(which(e).mean()) for e in groups[key]) for key in sorted(groups)])
+        axes.barh(range(len(names)), width, left=left, color=color, edgecolor=plots.INK, hatch=hatch, label=label)
+        left += width
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("Share of the answers")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(loc="outside upper center", ncols=3)
+    return figure
+
+
+def _runs(runs: Sequence[Run]) -> str:
     rows = []
     for run in sorted(runs, key=lambda run: (run.family, setting_order(run.setting), run.seed)):
         minutes = sum(row.get("train_runtime", 0.0) for row in run.history) / 60
         sizes = ", ".join(f"{name} {len(e)}" for name, e in run.evaluations.items())
         steps = max((int(row.get("step", 0)) for row in run.history), default=0)
         rows.append([f"{run.family}: {run.label}", str(run.seed), str(steps), f"{minutes:.1f}", sizes])
-    return lead + page.table(
-        "Runs", ["run", "seed", "steps", "minutes of training (after the last interruption)", "prompts"], rows
+    return page.table(
+        "One line per run",
+        ["run", "seed", "steps", "minutes of training (after the last interruption)", "prompts"],
+        rows,
     )
 
 
@@ -265,9 +310,10 @@ def training_curves(runs: Sequence[Run]) -> Figure | None:
             n = settings.index(run.setting) % len(_LINES)
             style = {
                 "color": plots.PALETTE[n],
-                "linestyle": _LINES[n],
+                # A line through one or two points would suggest a trend that nobody has seen.
+                "linestyle": _LINES[n] if len(found["epoch"]) > 2 else "",
                 "linewidth": 1.3,
-                "marker": "o",
+                "marker": "os^Dvp"[n],
                 "markersize": 3 if len(found["epoch"]) > 3 else 6,
             }
             axes.plot(
