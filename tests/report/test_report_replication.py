@@ -15,7 +15,7 @@ from example_runs import run, some_runs
 from sdmlm.experiments import published as paper
 from sdmlm.experiments.runs import Run
 from sdmlm.experiments.tables import tables
-from sdmlm.report.replication import alpha_curves, evaluations_of, training_curves, write_report
+from sdmlm.report.replication import alpha_curves, evaluations_of, outcomes, training_curves, write_report
 
 
 def history(sdm: bool, evaluations: int = 4) -> list[dict[str, Any]]:
@@ -86,6 +86,38 @@ def test_curves_by_alpha_show_every_run() -> None:
         assert np.isnan(mine[0].get_ydata()[few]).all()
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["No fine-tuning", "CE + HN", "SDM + HN"]
+
+
+def test_bars_show_what_became_of_every_answer() -> None:
+    runs = some_runs()
+    (axes,) = outcomes(runs).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [f"{t}, {s}" for t in ("harvard", "test") for s in ("No fine-tuning", "CE + HN", "SDM + HN")]
+    right, wrong, rest = ([bar.get_width() for bar in bars] for bars in axes.containers)
+    assert np.add(np.add(right, wrong), rest) == pytest.approx(np.ones(6))
+    mine = [r.evaluations["test"] for r in runs if r.setting == "sdm_hn"]
+    assert right[-1] == pytest.approx(np.mean([(e.accepted & (e.y == e.prediction)).mean() for e in mine]))
+    assert wrong[-1] == pytest.approx(np.mean([(e.accepted & (e.y != e.prediction)).mean() for e in mine]))
+    assert rest[0] == 1.0
+
+
+def test_no_line_is_drawn_through_two_evaluations() -> None:
+    runs = [dataclasses.replace(run("sdm_hn", 0), history=history(sdm=True, evaluations=n)) for n in (2, 3)]
+    for one, style in zip(runs, ("None", "-"), strict=True):
+        figure = training_curves([one])
+        assert figure is not None
+        assert {line.get_linestyle() for axes in figure.axes for line in axes.get_lines()} == {style}
+
+
+def test_the_page_opens_with_a_picture_and_marks_hidden_characters(tmp_path: Path) -> None:
+    runs = some_runs()
+    write_report(tmp_path / "report.html", runs, tables(runs, bootstrap=20), title="A \u202etitle\u200b")
+    text = (tmp_path / "report.html").read_text()
+    assert text.index("<figure") < text.index("<table")
+    assert text.index("own answers to test prompts</h2>") < text.index("over calibration documents</h2>")
+    assert "not verified: a person should look" in text
+    assert r"A \u202etitle\u200b" in text
+    assert "\u202e" not in text
 
 
 class Page(HTMLParser):

@@ -297,11 +297,11 @@ def pick_examples(
         kinds = {
             "verified: accepted as Yes": e.accepted & yes & right,
             "accepted as No": e.accepted & ~yes & right,
-            "rejected": ~e.accepted,
+            "rejected (not verified: a person should look)": ~e.accepted,
             "accepted though its verdict is wrong": e.accepted & ~right,
         }
         if name == "shifted":
-            kinds = {"rejected": ~e.accepted}
+            kinds = {"rejected (not verified: a person should look)": ~e.accepted}
         picked = {kind: splits[name][int(mask.argmax())] for kind, mask in kinds.items() if mask.any()}
         room = generation_length(lm, splits[name])  # as in the evaluation, or a long answer would be another one
         prompts = [row["prompt"] for row in picked.values()]
