@@ -34,19 +34,25 @@ N_TEXTS = 3000
 
 @dataclass(frozen=True)
 class DataSet:
-    """Points with labels 0..C-1, and shifted points by the name of the shift; labels of -1 belong to no class."""
+    """Points with labels 0..C-1, and shifted points by the name of the shift; labels of -1 belong to no class.
+
+    A shift is (X, y, source): `source` says which of the points each was made from, None where they are others. A fair test
+    takes only those whose source was not fitted on.
+    """
 
     name: str
     X: Matrix
     y: NDArray[np.int64]
-    shifts: dict[str, tuple[Matrix, NDArray[np.int64]]] = field(default_factory=dict)
+    shifts: dict[str, tuple[Matrix, NDArray[np.int64], NDArray[np.int64] | None]] = field(default_factory=dict)
 
 
 def with_unseen(name: str, X: NDArray[np.float64], y: NDArray[np.int64], unseen: int) -> DataSet:
     """The last `unseen` classes are taken out, and are the shift."""
     known = y < y.max() + 1 - unseen
     gone = X[~known].astype(np.float32)
-    return DataSet(name, X[known].astype(np.float32), y[known], {"unseen classes": (gone, np.full(len(gone), -1))})
+    return DataSet(
+        name, X[known].astype(np.float32), y[known], {"unseen classes": (gone, np.full(len(gone), -1), None)}
+    )
 
 
 def with_corrupted(name: str, X: NDArray[np.float64], y: NDArray[np.int64], seed: int = 0) -> DataSet:
@@ -56,9 +62,8 @@ def with_corrupted(name: str, X: NDArray[np.float64], y: NDArray[np.int64], seed
     columns = rng.permutation(X.shape[1])[: max(1, X.shape[1] // 3)]
     changed = X[some].copy()
     changed[:, columns] += 3 * X.std(axis=0)[columns] * rng.choice([-1, 1], size=(len(some), len(columns)))
-    return DataSet(
-        name, X.astype(np.float32), y.astype(np.int64), {"corrupted columns": (changed.astype(np.float32), y[some])}
-    )
+    shift = changed.astype(np.float32), y[some].astype(np.int64), some
+    return DataSet(name, X.astype(np.float32), y.astype(np.int64), {"corrupted columns": shift})
 
 
 def _digits() -> DataSet:
@@ -251,9 +256,11 @@ def text_sets(cache: Path) -> Iterator[DataSet]:
     names = {"shuffled": "shuffled words", "shifted": "other topics"}
     for path in sorted(cache.glob("*.npz")):
         with np.load(path) as arrays:
-            shifts = {
-                names[part]: (arrays[f"{part}_X"], arrays[f"{part}_y"]) for part in names if f"{part}_X" in arrays
-            }
+            shifts = {}
+            for part in names:
+                if f"{part}_X" in arrays:
+                    X = arrays[f"{part}_X"]
+                    shifts[names[part]] = X, arrays[f"{part}_y"], np.arange(len(X)) if part == "shuffled" else None
             if path.stem.startswith("docstrings"):
                 shifts = {("unseen classes" if k == "other topics" else k): v for k, v in shifts.items()}
             yield DataSet(path.stem, arrays["points_X"], arrays["points_y"], shifts)

@@ -199,6 +199,8 @@ def certify_rule(
         alpha, delta, promise, epsilon, (math.inf,) * n_classes, least, tuple(covered), len(held_out), 0, ()
     )
     groups = [[c] for c in covered] if promise == "predicted" else [covered]
+    if promise == "predicted":  # a level is not spent on a class that the calibration points call hopeless
+        groups = [group for group in groups if _hopeful(calibration, rule, group, len(held_out))] or groups
     thresholds, tests = [math.inf] * n_classes, []
     for group in groups:
         threshold, made = _certify_group(calibration, held_out, rule, group, delta / len(groups), candidates)
@@ -248,6 +250,16 @@ def _certify_group(
     return certified, tests
 
 
+def _hopeful(calibration: Evidence, rule: CertifiedRule, group: list[int], held_out: int) -> bool:
+    """Whether the calibration points say that some threshold for these predictions could pass at level delta."""
+    known = rule.near_enough(calibration.d) & np.isin(calibration.predictions, group)
+    share = held_out / max(1, len(calibration))
+    _, p_values = _expected_tests(
+        calibration.confidence[known], calibration.right[known], share, rule.alpha, _CANDIDATES
+    )
+    return bool(len(p_values)) and float(p_values.min()) <= rule.delta
+
+
 def _test_groups(promise: Promise, group: list[int], held_out: Evidence, inside: Mask) -> list[tuple[str, Mask]]:
     """The sets of accepted points whose accuracy is tested."""
     if promise == "overall":
@@ -263,20 +275,24 @@ def candidate_order(confidence: Floats, right: Mask, share: float, alpha: float,
 
     All of it follows from points that the tests do not use. `share`: held-out points for each of these points.
     """
+    values, p_values = _expected_tests(confidence, right, share, alpha, most)
+    return values[int(np.argmin(p_values)) :] if len(values) else values
+
+
+def _expected_tests(confidence: Floats, right: Mask, share: float, alpha: float, most: int) -> tuple[Floats, Floats]:
+    """Candidate thresholds from strict to loose, and the p-value to expect of each."""
+    finite = np.isfinite(confidence)  # minus infinity marks q = 0, which is never accepted
+    confidence, right = confidence[finite], right[finite]
     if not len(confidence):
-        return np.empty(0)
+        return np.empty(0), np.empty(0)
     values = np.unique(np.quantile(confidence, np.arange(most) / most, method="lower"))[::-1]
-    values = values[np.isfinite(values)]  # minus infinity marks q = 0, which is never accepted
-    if not len(values):
-        return values
     order = np.argsort(-confidence, kind="stable")
     errors = np.concatenate([[0], np.cumsum(~right[order])])
     accepted = np.searchsorted(-confidence[order], -values, side="right")
     n = np.round(accepted * share)
     # Half an error more than seen: a short clean stretch is no proof of perfection.
     expected = np.ceil((errors[accepted] + 0.5) / np.maximum(accepted, 1) * n)
-    p_values = binom.cdf(expected, n, 1.0 - alpha)
-    return np.asarray(values[int(np.argmin(p_values)) :])
+    return np.asarray(values), np.asarray(binom.cdf(expected, n, 1.0 - alpha))
 
 
 def least_points(alpha: float, delta: float) -> int:

@@ -482,11 +482,15 @@ class SDMEstimator:
         epsilon: float,
         classes: Sequence[int] | None,
     ) -> CertifiedRule:
-        ca, scores = self.calibration_, self._model.score(x, alpha)
-        known = Evidence(confidence_of(ca.z, ca.q).numpy(), ca.d.numpy(), ca.predictions.numpy(), ca.labels.numpy())
+        scores = self._model.score(x, alpha)
         fresh = Evidence(scores.confidence, scores.d, scores.prediction, labels.cpu().numpy())
         settings: dict[str, Any] = {"alpha": alpha, "delta": delta, "promise": promise, "epsilon": epsilon}
-        return certify_rule(known, fresh, len(self.classes_), **settings, classes=classes)
+        return certify_rule(self.calibration_evidence(), fresh, len(self.classes_), **settings, classes=classes)
+
+    def calibration_evidence(self) -> Evidence:
+        """What a rule looks at, for the calibration points, out of sample."""
+        ca = self.calibration_
+        return Evidence(confidence_of(ca.z, ca.q).numpy(), ca.d.numpy(), ca.predictions.numpy(), ca.labels.numpy())
 
     def share_fitted(self, X: ArrayLike | Tensor) -> float:
         """How many of these points were fitted over: they are in the support or among the calibration points."""

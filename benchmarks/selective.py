@@ -1,0 +1,283 @@
+"""What can be accepted: SDMEstimator with its defaults against the usual rivals, on the same points, under the same promise.
+
+    python benchmarks/selective.py --output docs/results/selective [--cache EMBEDDINGS] [--seeds 5]
+
+Every data set is split 60 / 40 into points to fit on and test points, anew for each seed. Part of the former is held out for
+the certificate (as SDMEstimator does by itself); every method gets the same parts. Each method gives a prediction and a score
+for a point. A threshold on the score is certified at alpha 0.95 and delta 0.05, for all accepted ("overall") and for each
+predicted class ("predicted"). Columns: accuracy of all test points; AUROC of the score for right against wrong; coverage
+(the share accepted) and the accuracy among the accepted; the share of shifted points that is wrongly accepted.
+
+Designs were chosen on the data sets of DEVELOPMENT (with other seeds); the others were only looked at with this script.
+Resumable: what is in OUTPUT.jsonl is not computed again. Writes OUTPUT.jsonl, OUTPUT.md and OUTPUT.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from selective_data import DataSet, data_sets
+from sklearn.model_selection import StratifiedKFold
+
+from sdmlm import SDMEstimator
+from sdmlm.estimator.acceptance import Evidence, certify_rule, least_points
+from sdmlm.estimator.validation import held_out_split
+from sdmlm.evaluation.embedding_baselines import (
+    EmbeddingBaseline,
+    IsotonicScore,
+    KNNDistance,
+    LogisticRegressionScore,
+    Mahalanobis,
+    PlattScore,
+    RelativeMahalanobis,
+    TemperatureScore,
+    fit_logistic,
+)
+from sdmlm.evaluation.metrics import aurc, auroc, fpr_at_95, shift_auroc
+
+ALPHA, DELTA = 0.95, 0.05
+DEVELOPMENT = ("digits", "breast cancer", "3% label noise", "20 classes", "6 classes in clusters", "moons",
+               "docstrings-minilm", "polarity-minilm")  # fmt: skip
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Scored = tuple[Floats, Ints]  # (score, prediction)
+Method = tuple[Scored, Callable[[Any], Scored], Ints]  # out-of-sample (score, prediction), scorer, labels of the former
+
+OUT_OF_FOLD: dict[str, type[EmbeddingBaseline]] = {
+    "logistic regression": LogisticRegressionScore,
+    "k-NN distance": KNNDistance,
+    "Mahalanobis": Mahalanobis,
+    "relative Mahalanobis": RelativeMahalanobis,
+}
+CALIBRATED: dict[str, type[EmbeddingBaseline]] = {
+    "temperature": TemperatureScore,
+    "Platt": PlattScore,
+    "isotonic": IsotonicScore,
+}
+
+
+def rivals(X: Any, y: Ints, seed: int) -> dict[str, Method]:
+    """Each rival fitted on all of X, with out-of-sample scores that choose the candidate thresholds.
+
+    Scores that need no calibration points get theirs by cross-validation; the others keep a fifth of X to calibrate on.
+    """
+    methods: dict[str, Method] = {}
+    model = fit_logistic((X, y))
+    folds = list(
+        StratifiedKFold(max(2, min(5, int(np.bincount(y).min()))), shuffle=True, random_state=seed).split(X, y)
+    )
+    fold_models = [fit_logistic((X[a], y[a])) for a, _ in folds]
+    for name, kind in OUT_OF_FOLD.items():
+        scores, predictions = np.empty(len(y)), np.empty(len(y), dtype=np.int64)
+        for fold_model, (a, b) in zip(fold_models, folds, strict=True):
+            part = kind(fold_model, (X[a], y[a]), ALPHA).fit(X[b], y[b])
+            scores[b], predictions[b] = part.score(X[b]), part.accept(X[b])[0]
+        whole = kind(model, (X, y), ALPHA).fit(X, y)
+        methods[name] = (scores, predictions), _scorer(whole), y
+    a, b = folds[0]
+    for name, kind in CALIBRATED.items():
+        one = kind(fold_models[0], (X[a], y[a]), ALPHA).fit(X[b], y[b])
+        methods[name] = _scorer(one)(X[b]), _scorer(one), y[b]
+    return methods
+
+
+def _scorer(method: EmbeddingBaseline) -> Callable[[Any], Scored]:
+    return lambda X: (np.asarray(method.score(X)), np.asarray(method.accept(X)[0]))
+
+
+def run(data: DataSet, seed: int) -> list[dict[str, Any]]:
+    """One line for each method on one split of a data set."""
+    rng = np.random.default_rng([seed, 7])
+    order = rng.permutation(len(data.X))
+    fit, test = order[: int(0.6 * len(order))], order[int(0.6 * len(order)) :]
+    n_classes = int(data.y.max()) + 1
+    kept, held = held_out_split(data.y[fit], least_points(ALPHA, DELTA), rng)
+    X, y, X_held, y_held = data.X[fit][kept], data.y[fit][kept], data.X[fit][held], data.y[fit][held]
+    X_test, y_test = data.X[test], data.y[test]
+    shifts = {}
+    for name, (X_shift, y_shift, source) in data.shifts.items():
+        fresh = np.ones(len(y_shift), dtype=bool) if source is None else np.isin(source, test)
+        shifts[name] = X_shift[fresh], y_shift[fresh]
+    lines = []
+    head = {"data": data.name, "seed": seed, "n": len(X), "held_out": len(X_held), "classes": n_classes}
+
+    start = time.perf_counter()
+    estimator = SDMEstimator(alpha=ALPHA, delta=DELTA, seed=seed, progress=False)
+    estimator.fit(X, y, held_out=(X_held, y_held) if len(X_held) else None)
+    seconds = time.perf_counter() - start
+    scores = estimator.score(X_test)
+    shifted = {name: estimator.score(x) for name, (x, _) in shifts.items()}
+    line = {**head, "method": "SDM", "seconds": seconds, **_quality(scores.confidence, scores.prediction, y_test)}
+    for promise in ("overall", "predicted"):
+        rule = certify_rule(*_evidence(estimator, X_held, y_held), n_classes, alpha=ALPHA, delta=DELTA, promise=promise)  # type: ignore[arg-type]
+        line |= _outcome(promise, rule.accepts(scores), scores.prediction == y_test)
+        wrong = [(rule.accepts(s) & (s.prediction != shifts[name][1])).mean() for name, s in shifted.items()]
+        line[f"{promise} shifted"] = float(np.mean(wrong))
+    line["shift AUROC of d"] = float(np.mean([shift_auroc(scores.d, s.d) for s in shifted.values()]))
+    line["shift FPR95 of d"] = float(np.mean([fpr_at_95(scores.d, s.d) for s in shifted.values()]))
+    lines.append(line)
+    for name, inside, far in (
+        ("SDM, HR region", scores.in_region, [s.in_region for s in shifted.values()]),
+        ("SDM, HR lower", scores.accepted_lower, [s.accepted_lower for s in shifted.values()]),
+    ):
+        line = {**head, "method": name, **_quality(scores.confidence, scores.prediction, y_test)}
+        wrong = [
+            (mask & (s.prediction != shifts[k][1])).mean() for mask, (k, s) in zip(far, shifted.items(), strict=True)
+        ]
+        for promise in ("overall", "predicted"):
+            line |= {
+                **_outcome(promise, inside, scores.prediction == y_test),
+                f"{promise} shifted": float(np.mean(wrong)),
+            }
+        lines.append(line)
+
+    for name, ((score, prediction), scorer, labels) in rivals(X, y, seed).items():
+        start = time.perf_counter()
+        new, guess = scorer(X_test)
+        line = {**head, "method": name, "seconds": time.perf_counter() - start, **_quality(new, guess, y_test)}
+        known = Evidence(score, np.ones(len(score)), prediction, labels)
+        fresh_score, fresh_guess = scorer(X_held) if len(X_held) else (np.empty(0), np.empty(0, dtype=np.int64))
+        held_evidence = Evidence(fresh_score, np.ones(len(fresh_score)), fresh_guess, y_held)
+        away = {k: scorer(x) for k, (x, _) in shifts.items()}
+        for promise in ("overall", "predicted"):
+            settings: dict[str, Any] = {"alpha": ALPHA, "delta": DELTA, "promise": promise, "epsilon": 0.0}
+            rule = certify_rule(known, held_evidence, n_classes, **settings)
+            accepted = rule.accepts(Evidence(new, np.ones(len(new)), guess))
+            line |= _outcome(promise, accepted, guess == y_test)
+            wrong = [
+                (rule.accepts(Evidence(s, np.ones(len(s)), g)) & (g != shifts[k][1])).mean()
+                for k, (s, g) in away.items()
+            ]
+            line[f"{promise} shifted"] = float(np.mean(wrong))
+        lines.append(line)
+    return lines
+
+
+def _evidence(estimator: SDMEstimator, X: Any, y: Ints) -> tuple[Evidence, Evidence]:
+    known = estimator.calibration_evidence()
+    if not len(X):
+        return known, Evidence(np.empty(0), np.empty(0), np.empty(0, dtype=np.int64), y)
+    scores = estimator.score(X)
+    return known, Evidence(scores.confidence, scores.d, scores.prediction, y)
+
+
+def _quality(score: Floats, prediction: Ints, y: Ints) -> dict[str, float]:
+    right, finite = prediction == y, np.where(np.isfinite(score), score, -1e9)
+    both = 0 < right.mean() < 1
+    return {
+        "accuracy": float(right.mean()),
+        "AUROC": auroc(finite, right) if both else float("nan"),
+        "AURC": aurc(finite, right),
+    }
+
+
+def _outcome(promise: str, accepted: NDArray[np.bool_], right: NDArray[np.bool_]) -> dict[str, Any]:
+    return {
+        f"{promise} coverage": float(accepted.mean()),
+        f"{promise} accuracy": float(right[accepted].mean()) if accepted.any() else None,
+        f"{promise} accepted": int(accepted.sum()),
+        f"{promise} right": int((right & accepted).sum()),
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The tables of docs/results.md."""
+    import pandas as pd  # type: ignore[import-untyped]
+
+    frame = pd.DataFrame(lines)
+    out = []
+    for title, part in (
+        ("All data sets", frame),
+        ("Chosen on (development)", frame[frame["data"].isin(DEVELOPMENT)]),
+        ("Not looked at before", frame[~frame["data"].isin(DEVELOPMENT)]),
+    ):
+        if not len(part):
+            continue
+        groups = part.groupby("method", sort=False)
+        columns = [
+            "accuracy",
+            "AUROC",
+            "AURC",
+            "overall coverage",
+            "overall shifted",
+            "predicted coverage",
+            "predicted shifted",
+        ]
+        means = groups[columns].mean()
+        pooled = groups[["overall right", "overall accepted"]].sum()
+        means["accuracy of accepted"] = pooled["overall right"] / pooled["overall accepted"]
+        spread = part.groupby(["method", "data"], sort=False)["overall coverage"].std().groupby("method").mean()
+        means["sd over seeds"] = spread
+        out.append(
+            f"{title} ({part['data'].nunique()} data sets, {part['seed'].nunique()} seeds)\n\n{_markdown(means)}"
+        )
+    by_data = frame.pivot_table(index="data", columns="method", values="overall coverage", sort=False)
+    out.append(f"Coverage certified overall, by data set\n\n{_markdown(by_data)}")
+    return "\n\n".join(out) + "\n"
+
+
+def _markdown(frame: Any) -> str:
+    head = [frame.index.name or "", *map(str, frame.columns)]
+    rows = [
+        [str(i), *("-" if v != v else f"{v:.3f}" for v in values)]
+        for i, values in zip(frame.index, frame.values, strict=True)
+    ]
+    body = [f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
+    return "\n".join(body)
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Coverage against shifted points wrongly accepted: right and low is good."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import pandas as pd  # type: ignore[import-untyped]
+
+    means = pd.DataFrame(lines).groupby("method", sort=False)[["overall coverage", "overall shifted"]].mean()
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for name, (coverage, shifted) in zip(means.index, means.values, strict=True):
+        axes.scatter(coverage, shifted, color="C1" if str(name).startswith("SDM") else "C0")
+        axes.annotate(str(name), (coverage, shifted), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axes.set_xlabel("share of test points accepted (certified at alpha 0.95)")
+    axes.set_ylabel("share of shifted points wrongly accepted")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="embeddings made by selective_data.py")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", help="part of the name of a data set")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    store = args.output.with_suffix(".jsonl")
+    store.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+    done = {(line["data"], line["seed"]) for line in lines}
+    for seed in range(args.seeds):
+        for data in data_sets(args.cache):
+            if (data.name, seed) in done or (args.only and args.only not in data.name):
+                continue
+            new = run(data, seed)
+            with store.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in new)
+            lines += new
+            print(data.name, seed, f"{new[0]['seconds']:.1f} s, coverage {new[0]['overall coverage']:.2f}", flush=True)
+    args.output.with_suffix(".md").write_text(table(lines))
+    plot(lines, args.output.with_suffix(".svg"))
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()
