@@ -131,6 +131,25 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     sdm_rounds: int = field(default=1, metadata={"help": "J: rounds of an SDM layer."})
     sdm_center: str = field(default="global", metadata={"help": 'How h is standardised: "global" or "feature".'})
 
+    # The final SDM layer, which goes with the model (docs/method.md, 9)
+    summary: str = field(
+        default="states+likelihood",
+        metadata={"help": 'What the final SDM layer reads: "states" (the paper) or "states+likelihood".'},
+    )
+    documents: str = field(
+        default="own",
+        metadata={"help": 'What it is fitted over: "paper", or "own": the model\'s own answers, with a certificate.'},
+    )
+    own_samples: int = field(default=2, metadata={"help": "Sampled answers per prompt, beside the greedy one."})
+    own_temperature: float = field(default=1.3, metadata={"help": "Temperature of the sampled answers."})
+    certificate_share: float = field(
+        default=0.4, metadata={"help": "Share of the calibration rows that is held out for the certificate."}
+    )
+    certificate_delta: float = field(default=0.05, metadata={"help": "Chance that the certificate is wrong."})
+    certificate_epsilon: float = field(
+        default=0.1, metadata={"help": "Share of usual answers that is given up to reject unusual ones."}
+    )
+
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not self.fp16
@@ -138,6 +157,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
             self.dataloader_pin_memory = False  # torch would warn at every epoch that there is nothing to pin for
         if self.loss not in ("sdm", "ce"):
             raise ValueError(f'loss is {self.loss!r} but must be "sdm" or "ce".')
+        self._check_final_layer()
         self._check_best()
         super().__post_init__()
         self._check_numbers()
@@ -146,6 +166,22 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()
+
+    def _check_final_layer(self) -> None:
+        for name, known in (("summary", ("states", "states+likelihood")), ("documents", ("paper", "own"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f'{name} is {getattr(self, name)!r} but must be "{known[0]}" or "{known[1]}".')
+        if self.documents == "paper" and self.summary != "states":
+            raise ValueError(
+                'summary="states+likelihood" needs documents="own": the paper\'s documents have no certificate.'
+            )
+        if self.own_samples < 0 or not self.own_temperature > 0:
+            raise ValueError("own_samples must be at least 0, and own_temperature above 0.")
+        for name in ("certificate_share", "certificate_delta"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)} but must be between 0 and 1.")
+        if not 0 <= self.certificate_epsilon < 1:
+            raise ValueError(f"certificate_epsilon is {self.certificate_epsilon} but must be at least 0 and below 1.")
 
     def _check_best(self) -> None:
         """The metric that picks the checkpoint: one that evaluations have, and whether more of it is better."""

@@ -42,6 +42,7 @@ class Answer:
     generated: str | None = None
     lm_verdict: bool | None = None
     finish_reason: str = "given"
+    start: int = 0  # how many of `ids` are the prompt's
     h: Tensor | None = None  # its summary, where the states of the generation gave it
 
 

@@ -6,12 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from sdmlm.estimator.explain import Exemplar, reason
 from sdmlm.estimator.layer import ALPHA_GRID, highest_alpha
 from sdmlm.estimator.region import HighReliabilityRegion, membership
 from sdmlm.estimator.scores import Scores
 from sdmlm.generation.answers import Answer
 from sdmlm.generation.verification import Verification
+from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.encoding import VerificationTags
 
 # How much two float32 passes of an LM over the same document (with a cache, in another batch) may differ: in an SDM
@@ -82,3 +85,43 @@ def verifications(
             )
         )
     return judged
+
+
+def by_certificate(
+    judged: Sequence[Verification], certificate: AnswerCertificate, scores: Scores, h: Tensor
+) -> list[Verification]:
+    """Verifications whose acceptance follows the certificate; the region of the papers stays in `accepted`."""
+    distance = certificate.distance(h.numpy(), scores.d)
+    accepted = certificate.accepts(scores.prediction == 1, scores.p[:, 1], distance)
+    return [
+        dataclasses.replace(
+            one,
+            certified=bool(accepted[i]),
+            usual=float(distance[i]),
+            reason=certificate_reason(certificate, bool(accepted[i]), one, float(distance[i])),
+        )
+        for i, one in enumerate(judged)
+    ]
+
+
+def certificate_reason(certificate: AnswerCertificate, accepted: bool, one: Verification, usual: float) -> str:
+    """Why the certificate accepts an answer, or which part of its rule the answer fails, in plain words."""
+    if accepted:
+        return (
+            f"Verified by the certificate: judged right, and as likely as the model's answers usually are ({usual:.0%} of "
+            f"its known answers are more unusual). At least {certificate.alpha:.0%} of such answers are right."
+        )
+    start = "Not verified by the certificate, so a person should look: "
+    if not certificate.certified:
+        return f"{start}nothing could be certified at alpha {certificate.alpha:g}."
+    if one.verdict != one.yes:
+        return f"{start}the answer is judged wrong."
+    if usual < certificate.epsilon:
+        seldom = (
+            "all of its known answers are more usual" if usual == 0 else f"only {usual:.1%} of them are more unusual"
+        )
+        return (
+            f"{start}the model seldom writes answers like this one ({seldom}, {certificate.epsilon:.0%} are asked for)."
+        )
+    least = certificate.threshold
+    return f"{start}it is judged right, but not surely enough ({one.probability_of_yes:.3f}, {least:.3f} is asked for)."

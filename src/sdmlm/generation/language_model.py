@@ -25,13 +25,14 @@ from sdmlm.generation import prompts as reading
 from sdmlm.generation import storage
 from sdmlm.generation.answers import Answer, Sampling, check_whole
 from sdmlm.generation.feedback import FeedbackStore, label_number
-from sdmlm.generation.judging import verifications, widened
+from sdmlm.generation.judging import by_certificate, verifications, widened
+from sdmlm.generation.summaries import add_missing, check_summary
 from sdmlm.generation.verification import Verification
 from sdmlm.generation.writing import write_answers
+from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.decoding import answer_room
 from sdmlm.language_model.encoding import Encoder, Messages, Prompt, PromptIds, VerificationTags
-from sdmlm.language_model.forward import inner_lm
-from sdmlm.language_model.reading import embed_sequences
+from sdmlm.language_model.likelihood import LIKELIHOOD, STATES
 from sdmlm.storage.artifacts import SDM_FOLDER
 
 if TYPE_CHECKING:
@@ -97,19 +98,20 @@ class SDMLanguageModel:
     ) -> None:
         if estimator.combine == "all" or len(estimator.classes_) != 2:
             raise ValueError("The SDM layer of a language model has two classes (No, Yes) and is no ensemble.")
-        width = 2 * inner_lm(model).config.get_text_config().hidden_size
-        if estimator.n_features_in_ != width:
-            raise ValueError(
-                f"The SDM layer reads summaries {estimator.n_features_in_} wide but this model gives {width}: it belongs "
-                "to another model."
-            )
+        check_summary(metadata.get("summary", STATES), model, estimator.n_features_in_)
         self.model, self.tokenizer, self.encoder = model.eval(), tokenizer, encoder
         self.metadata, self.folder = dict(metadata), folder
         self.alpha = estimator.alpha_
         self.estimator = estimator
         self.feedback_store = FeedbackStore(estimator, str(metadata.get("fingerprint")))
         self.search_calibrations: tuple[SearchCalibration, ...] = ()
+        self.answer_certificate: AnswerCertificate | None = None  # as saved; `certificate` is the one that applies
         self._digest: tuple[SDMEstimator, str] | None = None
+
+    @property
+    def reads_likelihood(self) -> bool:
+        """Whether the SDM layer looks at the likelihood of answers, beside the states."""
+        return bool(self.metadata.get("summary", STATES) == LIKELIHOOD)
 
     @property
     def tags(self) -> VerificationTags:
@@ -252,9 +254,10 @@ class SDMLanguageModel:
         # A larger max_new_tokens must not shorten the prompt further.
         room = answer_room(self.encoder, min(sampling.max_new_tokens, self.sampling().max_new_tokens))
         with self._precision():
-            lm, size = (self.model, self.encoder), self.tokens_per_batch
+            lm, size, likelihood = (self.model, self.encoder), self.tokens_per_batch, self.reads_likelihood
+            heard = listeners or {}
             return write_answers(
-                *lm, prompts, sampling, seeds, room, size, listeners or {}, keep_going, progress, contexts, prefixes
+                *lm, prompts, sampling, seeds, room, size, heard, keep_going, progress, contexts, prefixes, likelihood
             )
 
     # Judging
@@ -266,19 +269,23 @@ class SDMLanguageModel:
         if not answers:
             return []
         h = self.summaries(answers, progress)
-        return self.verdicts(answers, h, self.score(h, alpha), self.estimator.region(alpha), neighbors)
+        scores = self.score(h, alpha)
+        judged = self.verdicts(answers, h, scores, self.estimator.region(alpha), neighbors)
+        certificate = self.certificate(alpha)
+        return judged if certificate is None else by_certificate(judged, certificate, scores, h)
+
+    def certificate(self, alpha: float | None = None) -> AnswerCertificate | None:
+        """The certificate that decides which answers are verified: made for this SDM layer, and for no lower alpha."""
+        own = self.answer_certificate
+        if own is None or own.alpha < self._checked_alpha(alpha) or own.estimator != self.digest():
+            return None
+        return own
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
         """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
-        missing = [n for n, answer in enumerate(answers) if answer.h is None]
-        if missing:
-            ids = [answers[n].ids for n in missing]
-            lm = inner_lm(self.model)
-            with self._precision():
-                h = embed_sequences(lm, ids, tokens_per_batch=self.tokens_per_batch, progress=progress)
-            for n, row in zip(missing, h, strict=True):
-                answers[n].h = row
-        return torch.stack([answer.h.float().cpu() for answer in answers if answer.h is not None])
+        kind = self.metadata.get("summary", STATES)
+        with self._precision():
+            return add_missing(self.model, self.encoder, answers, kind, self.tokens_per_batch, progress)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of the documents that the SDM layer was fitted over: mixed, if training was."""

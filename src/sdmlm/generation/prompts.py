@@ -67,7 +67,7 @@ def read_completion(encoder: Encoder, prompt: PromptIds, completion: Any, index:
     if not _is_unicode(text):
         raise BadCompletion(index, _NOT_TEXT)
     try:
-        ids = encoder.encode_for_judging(prompt, text)
+        ids, start = encoder.judged_document(prompt, text)
     except BadRow as error:
         raise BadCompletion(index, f": {error.problem}") from error
     except ValueError as error:
@@ -77,7 +77,7 @@ def read_completion(encoder: Encoder, prompt: PromptIds, completion: Any, index:
             "shorten them.",
         ) from error
     length = len(encoder.encode_prompt(prompt))
-    return Answer(text, ids, length, len(ids) - length)
+    return Answer(text, ids, length, len(ids) - length, start=start)
 
 
 def find_too_long(

@@ -13,6 +13,7 @@ from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.persistence import KIND
 from sdmlm.generation.feedback import FEEDBACK, FeedbackStore, load_feedback, save_feedback, with_feedback
 from sdmlm.generation.search_calibration import joined, load_searches, save_searches
+from sdmlm.language_model.answer_rule import load_certificate, save_certificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.forward import inner_lm
 from sdmlm.language_model.loading import loaded, open_lm
@@ -72,6 +73,7 @@ def load(
     lm.feedback_store = FeedbackStore(estimator, expected, load_feedback(sdm, expected))
     lm.estimator = with_feedback(estimator, lm.feedback_store.log.items)
     lm.search_calibrations = load_searches(sdm)
+    lm.answer_certificate = load_certificate(sdm)
     return lm
 
 
@@ -103,6 +105,7 @@ def _write(lm: SDMLanguageModel, folder: Path, name: str, weights: bool = True) 
     if log.next > 1 or (sdm / FEEDBACK).exists():
         save_feedback(sdm, log, lm.metadata["fingerprint"])
     save_searches(sdm, lm.search_calibrations)
+    save_certificate(sdm, lm.answer_certificate)
     if lm.folder is not None:
         copy_record(lm.folder, folder)
     card = folder / "README.md"

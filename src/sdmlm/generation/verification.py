@@ -15,8 +15,8 @@ class Verification:
     """An answer with everything that the SDM layer says about it.
 
     `SDMLanguageModel.generate` and `SDMLanguageModel.verify` return these. An answer is *verified* when it is judged
-    right ("Yes") and lies in the high-reliability region: it may be used without a person looking. Any other answer
-    should be looked at, which does not mean that it is wrong.
+    right ("Yes") under the model's rule of acceptance (its certificate, or else the high-reliability region): it may be used
+    without a person looking. Any other answer should be looked at, which does not mean that it is wrong.
 
     Attributes
     ----------
@@ -65,6 +65,10 @@ class Verification:
         False for the answer of a search that was not calibrated as a whole.
     yes : str
         How the tags spell a positive verdict.
+    certified : bool or None
+        Whether the certificate over own answers accepts the answer; None where it does not apply.
+    usual : float or None
+        The share of the LM's known answers that are more unusual; None where there is no certificate.
 
     Examples
     --------
@@ -109,11 +113,16 @@ class Verification:
     tries: int = 1
     calibrated: bool = True
     yes: str = "Yes"
+    certified: bool | None = None
+    usual: float | None = None
 
     @property
     def verified(self) -> bool:
-        """Accepted with the verdict Yes: may be used without a person looking."""
-        return self.accepted and self.verdict == self.yes
+        """Judged right under the model's rule of acceptance: may be used without a person looking.
+
+        The rule is the certificate where the model has one, otherwise the high-reliability region.
+        """
+        return (self.accepted if self.certified is None else self.certified) and self.verdict == self.yes
 
     @property
     def probability_of_yes(self) -> float:

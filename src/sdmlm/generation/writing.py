@@ -8,6 +8,7 @@ from typing import Any
 from sdmlm.generation.answers import Answer, AnswerText, Sampling
 from sdmlm.language_model.decoding import generate
 from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
+from sdmlm.language_model.likelihood import LikelihoodReader, VerdictTokens
 from sdmlm.language_model.summary import GenerationReader
 
 
@@ -24,8 +25,12 @@ def write_answers(
     progress: bool,
     contexts: Sequence[Prompt | PromptIds] | None,
     prefixes: Sequence[str] | None,
+    likelihood: bool = False,
 ) -> list[Answer]:
-    """See `SDMLanguageModel.write`; `room` is the number of tokens that a prompt must leave for its answer."""
+    """See `SDMLanguageModel.write`; `room` is the number of tokens that a prompt must leave for its answer.
+
+    `likelihood`: summaries hold the likelihood of the answer too.
+    """
     answers: dict[int, Answer] = {}
     texts = [AnswerText(encoder, sampling.stop) for _ in prompts]
 
@@ -41,7 +46,13 @@ def write_answers(
         return bool(piece) and listener is not None and listener(piece) is False
 
     # Summaries can be read off the generation only if the LM reads the very document that is judged.
-    reader = GenerationReader(encoder.open_ids, finish) if contexts is None and prefixes is None else None
+    reader: GenerationReader | None = None
+    if contexts is None and prefixes is None:
+        reader = (
+            LikelihoodReader(encoder.open_ids, finish, VerdictTokens.of(encoder))
+            if likelihood
+            else GenerationReader(encoder.open_ids, finish)
+        )
     generated = generate(
         model,
         encoder,
@@ -72,13 +83,14 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
     verbatim, prompt_ids = text.verbatim(ids), encoder.encode_prompt(prompt, room)
     body, verdict = text.read(verbatim)
     try:
-        document = encoder.encode_for_judging(prompt, body)
+        document, start = encoder.judged_document(prompt, body)
     except ValueError:  # encoded again, the answer has more tokens than before, too many: judge the ids as generated
-        document = prompt_ids + _up_to_tag(encoder, ids)
+        document, start = prompt_ids + _up_to_tag(encoder, ids), len(prompt_ids)
     ended = text.stopped(ids) or encoder.ends(ids)
     return Answer(
         text=body,
         ids=document,
+        start=start,
         prompt_tokens=len(prompt_ids),
         completion_tokens=len(ids),
         generated=verbatim,

@@ -108,7 +108,7 @@ def _generate_batch(
     mask = torch.tensor([[0] * (longest - len(prompts[r])) + [1] * len(prompts[r]) for r in rows])
     ids, mask = ids.to(model.device), mask.to(model.device)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache, step = None, 0
+    cache, step, every = None, 0, reader is not None and reader.reads_logits
     feed: list[list[int]] = []  # the ids that each row reads next
     rest: dict[int, list[int]] = {}  # rows that have ended, of which the reader has not read everything
     while True:
@@ -118,12 +118,13 @@ def _generate_batch(
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=ids.shape[1] if every and step > 0 else 1,
         )
         cache = getattr(answer, "past_key_values", None)
         if cache is None:
             raise ValueError(f"{type(model).__name__} keeps no key-value cache: generation needs one.")
         if reader is not None:
+            reader.see_logits(answer.logits)
             reader.begin(rows, prompts, mask) if step == 0 else reader.step(rows, feed)
         at = min(step, max(limits) - 1)  # a row of which only the rest is read draws nothing any more
         chance = None if chances is None else torch.from_numpy(chances[rows, at]).to(model.device)

@@ -199,8 +199,14 @@ class Encoder:
         self, prompt: Prompt | PromptIds, completion: str | Messages, row: object = None
     ) -> list[int]:
         """The document up to and including `<verified>`: what the SDM layer reads."""
+        return self.judged_document(prompt, completion, row)[0]
+
+    def judged_document(
+        self, prompt: Prompt | PromptIds, completion: str | Messages, row: object = None
+    ) -> tuple[list[int], int]:
+        """The document up to and including `<verified>`, and how many of its ids are the prompt's."""
         prompt_ids, body_ids = self._parts(prompt, completion, row)
-        return prompt_ids + body_ids + self.open_ids
+        return prompt_ids + body_ids + self.open_ids, len(prompt_ids)
 
     def encode_prompt(self, prompt: Prompt | PromptIds, room: int = 1, row: object = None) -> list[int]:
         """The prompt to generate from, leaving at least `room` tokens before the suffix (where there is a bound)."""

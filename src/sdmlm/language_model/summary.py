@@ -55,10 +55,12 @@ class GenerationReader:
     """
 
     longest_rest = 32  # beyond that a pass of its own is cheaper than single steps
+    reads_logits = False  # whether the logits of every id that is fed are needed
 
     def __init__(self, open_ids: Sequence[int], document: Callable[[int, list[int]], Sequence[int] | None]) -> None:
         self._open, self._document = list(open_ids), document
         self._states: Tensor | None = None
+        self._logits: Tensor | None = None
         self._fed: dict[int, list[int]] = {}
         self._sums: Tensor | None = None
         self._at_tag: dict[int, tuple[int, Tensor, Tensor]] = {}  # row -> ids fed, their summed states, the last state
@@ -76,7 +78,11 @@ class GenerationReader:
             yield
         finally:
             handle.remove()
-            self._states = self._sums = None
+            self._states = self._sums = self._logits = None
+
+    def see_logits(self, logits: Tensor) -> None:
+        """The logits (B, width, V) of the pass that has just been made."""
+        self._logits = logits
 
     def begin(self, rows: Sequence[int], prompts: Sequence[list[int]], mask: Tensor) -> None:
         """The pass over the prompts of a batch has been made; `mask` (B, L) marks padding with 0."""
@@ -105,7 +111,13 @@ class GenerationReader:
         for n, r in enumerate(rows):
             fed = self._fed[r]
             if fed[-1] == self._open[-1] and fed[-len(self._open) :] == self._open:
-                self._at_tag[r] = len(fed), self._sums[n], self._states[n, -1].float()
+                self._note_tag(r, n)
+
+    def _note_tag(self, row: int, place: int) -> None:
+        """The newest ids of a row are the tag: keep what its summary needs."""
+        assert self._states is not None
+        assert self._sums is not None
+        self._at_tag[row] = len(self._fed[row]), self._sums[place], self._states[place, -1].float()
 
     def rest(self, row: int, generated: list[int]) -> list[int]:
         """A row has ended: the ids that are still to be fed before h is known."""
@@ -122,7 +134,10 @@ class GenerationReader:
     def _finish(self, row: int, ids: list[int]) -> None:
         n, total, last = self._at_tag.get(row, (0, None, None))
         if n == len(ids) and self._fed[row][:n] == ids and total is not None and last is not None:
-            self.h[row] = torch.cat([last, total / n])
+            self.h[row] = self._summary(row, n, total, last)
+
+    def _summary(self, row: int, length: int, total: Tensor, last: Tensor) -> Tensor:
+        return torch.cat([last, total / length])
 
     def finish(self, row: int) -> None:
         """The rest of a row has been fed."""

@@ -1,0 +1,41 @@
+"""The summaries h of answers: from their generation where that is exact, otherwise from a pass over the document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdmlm.generation.answers import Answer
+from sdmlm.language_model.encoding import Encoder
+from sdmlm.language_model.forward import inner_lm
+from sdmlm.language_model.likelihood import LIKELIHOOD, VerdictTokens, answer_summaries, summary_width
+from sdmlm.language_model.reading import embed_sequences
+
+
+def check_summary(kind: str, model: Any, features: int) -> None:
+    """Refuse an SDM layer that reads other summaries than this model gives."""
+    width = summary_width(kind, inner_lm(model).config.get_text_config().hidden_size)
+    if features != width:
+        raise ValueError(
+            f"The SDM layer reads summaries {features} wide but this model gives {width}: it belongs to another model."
+        )
+
+
+def add_missing(
+    model: Any, encoder: Encoder, answers: Sequence[Answer], kind: str, tokens_per_batch: int, progress: bool
+) -> Tensor:
+    """h of all answers (N, D); those that have none yet are read in one pass each and keep it."""
+    missing = [answer for answer in answers if answer.h is None]
+    if missing:
+        ids, lm = [answer.ids for answer in missing], inner_lm(model)
+        if kind == LIKELIHOOD:
+            starts = [answer.start for answer in missing]
+            h = answer_summaries(lm, ids, starts, VerdictTokens.of(encoder), tokens_per_batch, progress)
+        else:
+            h = embed_sequences(lm, ids, tokens_per_batch=tokens_per_batch, progress=progress)
+        for answer, row in zip(missing, h, strict=True):
+            answer.h = row
+    return torch.stack([answer.h.float().cpu() for answer in answers if answer.h is not None])
