@@ -104,7 +104,7 @@ def test_an_answer_that_grows_when_it_is_encoded_again_is_judged_as_generated(
     def too_long(*args: Any) -> list[int]:
         raise ValueError("too long")
 
-    monkeypatch.setattr(type(lm.encoder), "encode_for_judging", too_long)
+    monkeypatch.setattr(type(lm.encoder), "judged_document", too_long)
     same(lm.generate("abc="), greedy)  # its ids end with the tag
     again = lm.generate("abc=", max_new_tokens=3)  # the tag is appended, without a separator
     assert again.text == short.text

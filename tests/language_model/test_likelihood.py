@@ -56,7 +56,9 @@ def test_log_probabilities_are_those_of_the_softmax() -> None:
 
 def test_summary_of_a_document_by_hand(lm: Any, encoder: Encoder) -> None:
     verdicts = VerdictTokens.of(encoder)
-    encoded = [encoder.judged_document(prompt, body) for prompt, body in zip(PROMPTS, ["ab", "b", "c", "gg"], strict=True)]
+    encoded = [
+        encoder.judged_document(prompt, body) for prompt, body in zip(PROMPTS, ["ab", "b", "c", "gg"], strict=True)
+    ]
     ids, starts = [i for i, _ in encoded], [s for _, s in encoded]
     h = answer_summaries(lm, ids, starts, verdicts, tokens_per_batch=64, progress=False)
     width = lm.config.hidden_size

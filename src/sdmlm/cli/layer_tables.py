@@ -54,6 +54,14 @@ def show_layer(out: Any, summary: dict[str, Any]) -> None:
     share = common.percent(ca["accepted"], ca["points"])
     out.print(f"alpha {summary['alpha']:g}: q'min {_number(summary['q_min'])}, balanced loss {summary['loss']:.4f}")
     out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
+    show_certificate(out, summary)
+
+
+def show_certificate(out: Any, summary: dict[str, Any]) -> None:
+    """What is certified about the model's own answers, where the final layer was fitted over those."""
+    certificate = summary.get("certificate")  # not in the records of older versions
+    if certificate is not None:
+        out.print(certificate["says"], markup=False, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
@@ -68,7 +76,7 @@ def show_next(out: Any, folder: str, summary: dict[str, Any]) -> None:
         markup=False,
         soft_wrap=True,
     )
-    if not summary["calibration"]["accepted"]:
+    if not summary["calibration"]["accepted"] and not summary.get("certificate"):
         common.warn(
             f"{common.nothing_accepted(summary)} or another --sdm-learning-rate (small models need more) with sdmlm calibrate "
             f"{folder} --data ROWS --force, more rows, or longer training."

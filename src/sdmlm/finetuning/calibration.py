@@ -13,7 +13,7 @@ from typing import Any
 
 from sdmlm.estimator.persistence import KIND
 from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
-from sdmlm.finetuning.final_layer import answers_metadata, fit_over_calibration, save_final_layer
+from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary, fit_over_calibration, save_final_layer
 from sdmlm.finetuning.layers import position_limit
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import layer_summary
@@ -73,19 +73,20 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
         weights = inner_lm(model).state_dict()
         if run.output is None:
             folder = target / SDM_FOLDER
-            save_final_layer(folder, layer.estimator, weights, encoder, config, reward, False, source)
+            save_final_layer(folder, layer.estimator, weights, encoder, config, reward, False, source, layer)
         else:
             with whole_folder(target) as partial:
                 model.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)
                 copy_record(run.model, partial)
                 folder = partial / SDM_FOLDER
-                save_final_layer(folder, layer.estimator, weights, encoder, config, reward, False, source)
+                save_final_layer(folder, layer.estimator, weights, encoder, config, reward, False, source, layer)
     return {
         "output": str(target),
         "model": run.model,
         "data": source,
         "answers": answers_metadata(layer.answers),
+        "certificate": certificate_summary(layer.certificate),
         **layer_summary(layer.estimator, config.tags()),
     }
 
@@ -104,6 +105,7 @@ def _present_settings(model: str) -> dict[str, Any]:
         settings |= {"reward": metadata["reward"]} if "reward" in metadata else {}
         if metadata["training"] is not None:
             settings |= {name: metadata["training"][name] for name in ("gamma_plus", "seed")}
+        settings |= {name: metadata[name] for name in ("summary", "documents") if name in metadata}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         parameters = json.loads((sdm / CONFIG).read_text(encoding="utf-8"))["parameters"]
         settings |= {field: parameters[parameter] for parameter, field in LAYER_FIELDS.items()}

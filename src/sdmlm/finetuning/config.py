@@ -133,11 +133,11 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
 
     # The final SDM layer, which goes with the model (docs/method.md, 9)
     summary: str = field(
-        default="states+likelihood",
+        default="states",
         metadata={"help": 'What the final SDM layer reads: "states" (the paper) or "states+likelihood".'},
     )
     documents: str = field(
-        default="own",
+        default="paper",
         metadata={"help": 'What it is fitted over: "paper", or "own": the model\'s own answers, with a certificate.'},
     )
     own_samples: int = field(default=2, metadata={"help": "Sampled answers per prompt, beside the greedy one."})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from sdmlm import __version__
@@ -21,9 +22,12 @@ from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.layers import check_halves, fit_and_broadcast
 from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy, generate_negatives
+from sdmlm.finetuning.own_answers import fit_over_own_answers
 from sdmlm.finetuning.training_rows import TrainingRow, completion_room, training_rows
+from sdmlm.language_model.answer_rule import AnswerCertificate, save_certificate
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import allow_inside
+from sdmlm.language_model.likelihood import STATES
 from sdmlm.language_model.reading import read_documents
 from sdmlm.language_model.sdm_folder import LM_FILE, fingerprint, write_sdm_folder
 from sdmlm.rewards import Reward, load_reward, reward_name
@@ -39,15 +43,31 @@ class AnswerCount:
 
 @dataclass(frozen=True)
 class FinalLayer:
-    """The SDM layer for use, and how the model did when its negatives were generated."""
+    """The SDM layer for use, and how the model answered the calibration prompts.
+
+    `summary` and `documents` are what the layer reads and what it was fitted over. `certificate` and `held_out`, the rows
+    that it was made with, only come with documents="own".
+    """
 
     estimator: SDMEstimator
     answers: AnswerCount
+    summary: str = STATES
+    documents: str = "paper"
+    certificate: AnswerCertificate | None = None
+    held_out: tuple[int, ...] = ()
 
 
 def answers_metadata(answers: AnswerCount | None) -> dict[str, int] | None:
     """The counts as training.json and the commands' JSON have them."""
     return None if answers is None else asdict(answers)
+
+
+def certificate_summary(certificate: AnswerCertificate | None) -> dict[str, Any] | None:
+    """What is certified about own answers, for training.json and the commands' JSON; None without a certificate."""
+    if certificate is None:
+        return None
+    names = ("alpha", "delta", "epsilon", "prompts", "right", "accepted", "accepted_right", "certified")
+    return {**{name: getattr(certificate, name) for name in names}, "says": certificate.sentence()}
 
 
 def fit_final_layer(
@@ -72,9 +92,9 @@ def fit_over_calibration(
     accelerator: Accelerator | None = None,
     progress: bool = True,
 ) -> FinalLayer:
-    """`fit_final_layer` with the count of right answers.
+    """`fit_final_layer` with the count of right answers, and the certificate where documents="own".
 
-    One document per prompt: its positive with probability gamma_plus, otherwise the model's own greedy completion if
+    With documents="paper" there is one document per prompt: its positive with probability gamma_plus, otherwise the model's own greedy completion if
     r = 0, otherwise the static negative.
     """
     reward = load_reward(reward)
@@ -82,9 +102,17 @@ def fit_over_calibration(
     columns = [row.columns for row in checked]
     allow_inside(model)
     accelerator = accelerator or Accelerator(cpu=args.device.type == "cpu")
+    room = args.max_new_tokens or completion_room(encoder, columns)
+    if args.documents == "own":
+        if accelerator.distributed_type != DistributedType.FSDP:
+            return _over_own_answers(model, encoder, columns, args, reward, room, progress)
+        warnings.warn(
+            "Under FSDP no process holds the whole model, so the final SDM layer is the paper's, without a certificate: run "
+            "sdmlm calibrate on the saved model for the other.",
+            stacklevel=3,
+        )
     policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)
     check_halves([policy.draw(i, epoch=0).positive for i in range(len(checked))], "calibration")
-    room = args.max_new_tokens or completion_room(encoder, columns)
     store = HardNegatives(policy, reward, room, tokens_per_batch=args.tokens_per_batch)
     attempts = generate_negatives(accelerator, store, model, encoder, columns, epoch=0, step=0, progress=progress)
     if not any(attempt.body is not None for attempt in attempts):
@@ -117,6 +145,23 @@ def fit_over_calibration(
     return FinalLayer(estimator, AnswerCount(len(attempts), sum(attempt.right for attempt in attempts)))
 
 
+def _over_own_answers(
+    model: Any,
+    encoder: Encoder,
+    rows: Sequence[Mapping[str, Any]],
+    args: SDMConfig,
+    reward: Reward,
+    room: int,
+    progress: bool,
+) -> FinalLayer:
+    """Every process does the same work, and so has the same layer."""
+    own = fit_over_own_answers(model, encoder, rows, args, reward, room, progress)
+    if own.warning is not None:
+        warnings.warn(own.warning, stacklevel=4)
+    answers = AnswerCount(own.prompts, own.right)
+    return FinalLayer(own.estimator, answers, args.summary, "own", own.certificate, own.held_out)
+
+
 TRAINING_FIELDS = (
     "loss", "hard_negatives", "gamma_plus", "gamma_gen", "gamma_diversity", "learning_rate", "num_train_epochs", "seed",
     "alpha",
@@ -132,12 +177,13 @@ def save_final_layer(
     reward: Reward,
     fine_tuned: bool = True,
     data: Mapping[str, Any] | None = None,
+    final: FinalLayer | None = None,
 ) -> None:
     """Write `sdm/`: the estimator, and how documents are put to the model it was fitted over.
 
     `fine_tuned`: whether the model was trained with `args`. Otherwise the training settings that an earlier layer in
     this folder recorded are kept, if it was fitted over the same weights. `data` describes the calibration rows where
-    they are not those of the training run.
+    they are not those of the training run. `final` says how the layer was fitted, and brings its certificate.
     """
     tags, same = encoder.tags, fingerprint(weights)
     training = {name: getattr(args, name) for name in TRAINING_FIELDS} if fine_tuned else _training_before(folder, same)
@@ -156,7 +202,13 @@ def save_final_layer(
         "training": training,
         "calibrated": None if data is None else dict(data),
     }
+    if final is not None and final.documents == "own":
+        metadata |= {"summary": final.summary, "documents": final.documents}
+        metadata |= {"calibration_rows": final.answers.prompts, "held_out": list(final.held_out)}
+    save_certificate(folder, None)  # the one of an earlier layer
     write_sdm_folder(folder, estimator, metadata)
+    if final is not None:
+        save_certificate(folder, final.certificate)
 
 
 def _training_before(folder: Path, fingerprint: str) -> dict[str, Any] | None:

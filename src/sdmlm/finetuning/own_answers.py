@@ -217,7 +217,10 @@ def _fit(
         for name, d in zip(names, documents, strict=True)
     }
     seed = int(np.random.default_rng([args.seed, 4]).integers(2**31))
-    estimator = SDMEstimator(**args.estimator_parameters(), seed=seed, device=args.device, progress=progress)
+    parameters = args.estimator_parameters()
+    if args.summary == LIKELIHOOD:
+        parameters["center"] = "feature"  # one scale for all columns would let the length outweigh the rest
+    estimator = SDMEstimator.published(**parameters, seed=seed, device=args.device, progress=progress)
     here, there = np.flatnonzero(support), np.flatnonzero(~support)
     calibration = h[there], labels[there], [names[i] for i in there]
     return estimator.fit(h[here], labels[here], [names[i] for i in here], calibration=calibration, documents=texts)

@@ -18,7 +18,7 @@ from sdmlm import __version__
 from sdmlm.estimator.calibration_summary import highest_alpha_with_region, summarize_calibration
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
-from sdmlm.finetuning.final_layer import answers_metadata
+from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary
 from sdmlm.finetuning.layers import position_limit
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.settings import RunSettings
@@ -230,6 +230,7 @@ def _summary(run: TrainingRun, trainer: SDMTrainer) -> dict[str, Any]:
         "best": {"loss": best.get("eval_loss"), "step": best.get("step"), "epoch": best.get("epoch")},
         "training_loss": {"first": losses[0], "last": losses[-1]} if losses else None,
         "answers": answers_metadata(trainer.calibration_answers),
+        "certificate": certificate_summary(None if trainer.final_layer is None else trainer.final_layer.certificate),
         "data": run.data,
         **layer_summary(trainer.estimator, run.config.tags()),
     }

@@ -47,7 +47,15 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         if self.args.should_save:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; sdm/ holds the settings as JSON
             if self.estimator is not None:
-                save_final_layer(folder / SDM_FOLDER, self.estimator, weights, self.encoder, self.args, self.reward)
+                save_final_layer(
+                    folder / SDM_FOLDER,
+                    self.estimator,
+                    weights,
+                    self.encoder,
+                    self.args,
+                    self.reward,
+                    final=self.final_layer,
+                )
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="SDM language model")
 

@@ -30,7 +30,7 @@ from sdmlm.finetuning import checkpoints
 from sdmlm.finetuning.batches import padded_batches
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.evaluation import fits_states_budget, loss_by_second_pass, loss_of_states
-from sdmlm.finetuning.final_layer import AnswerCount, fit_over_calibration
+from sdmlm.finetuning.final_layer import AnswerCount, FinalLayer, fit_over_calibration
 from sdmlm.finetuning.layers import check_draws, fit_and_broadcast, loss_bases, position_limit, positives
 from sdmlm.finetuning.loss import sdm_loss_from_hidden, sdm_next_token_loss, shared_logit_transform
 from sdmlm.finetuning.model_setup import model_and_tokenizer, with_adapter
@@ -133,6 +133,7 @@ class SDMTrainer(SavingTrainer):
             )
         self.estimator: SDMEstimator | None = None
         self.calibration_answers: AnswerCount | None = None
+        self.final_layer: FinalLayer | None = None
         self.training_layer: SDMEstimator | None = None
         self.layer_epoch = -1  # the epoch (from 0) that the training layer and the documents belong to
         self._own_entry = np.empty(0, dtype=np.int64)  # each row's index in that layer's support, -1 for none
@@ -362,6 +363,7 @@ class SDMTrainer(SavingTrainer):
                 self.accelerator,
                 progress=False,
             )
+        self.final_layer = final
         self.estimator, self.calibration_answers = final.estimator, final.answers
         metrics = summarize_calibration(self.estimator).metrics()
         self.log({f"final_{name}": value for name, value in metrics.items()} | self._metrics.pop_times())

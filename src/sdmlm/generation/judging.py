@@ -87,6 +87,15 @@ def verifications(
     return judged
 
 
+def applicable(
+    certificate: AnswerCertificate | None, alpha: float, digest: Callable[[], str]
+) -> AnswerCertificate | None:
+    """The certificate, if it was made for this SDM layer and promises at least alpha."""
+    if certificate is None or certificate.alpha < alpha or certificate.estimator != digest():
+        return None
+    return certificate
+
+
 def by_certificate(
     judged: Sequence[Verification], certificate: AnswerCertificate, scores: Scores, h: Tensor
 ) -> list[Verification]:

@@ -25,7 +25,7 @@ from sdmlm.generation import prompts as reading
 from sdmlm.generation import storage
 from sdmlm.generation.answers import Answer, Sampling, check_whole
 from sdmlm.generation.feedback import FeedbackStore, label_number
-from sdmlm.generation.judging import by_certificate, verifications, widened
+from sdmlm.generation.judging import applicable, by_certificate, verifications, widened
 from sdmlm.generation.summaries import add_missing, check_summary
 from sdmlm.generation.verification import Verification
 from sdmlm.generation.writing import write_answers
@@ -71,6 +71,8 @@ class SDMLanguageModel:
         The SDM layer with the feedback so far in its support.
     search_calibrations : tuple of SearchCalibration
         The searches that were calibrated as a whole.
+    answer_certificate : AnswerCertificate or None
+        As saved; `certificate()` is the one that applies.
 
     Examples
     --------
@@ -105,13 +107,13 @@ class SDMLanguageModel:
         self.estimator = estimator
         self.feedback_store = FeedbackStore(estimator, str(metadata.get("fingerprint")))
         self.search_calibrations: tuple[SearchCalibration, ...] = ()
-        self.answer_certificate: AnswerCertificate | None = None  # as saved; `certificate` is the one that applies
+        self.answer_certificate: AnswerCertificate | None = None
         self._digest: tuple[SDMEstimator, str] | None = None
 
     @property
     def reads_likelihood(self) -> bool:
         """Whether the SDM layer looks at the likelihood of answers, beside the states."""
-        return bool(self.metadata.get("summary", STATES) == LIKELIHOOD)
+        return self.metadata.get("summary") == LIKELIHOOD
 
     @property
     def tags(self) -> VerificationTags:
@@ -254,11 +256,8 @@ class SDMLanguageModel:
         # A larger max_new_tokens must not shorten the prompt further.
         room = answer_room(self.encoder, min(sampling.max_new_tokens, self.sampling().max_new_tokens))
         with self._precision():
-            lm, size, likelihood = (self.model, self.encoder), self.tokens_per_batch, self.reads_likelihood
-            heard = listeners or {}
-            return write_answers(
-                *lm, prompts, sampling, seeds, room, size, heard, keep_going, progress, contexts, prefixes, likelihood
-            )
+            how = prompts, sampling, seeds, room, self.tokens_per_batch, listeners or {}, keep_going, progress
+            return write_answers(self.model, self.encoder, *how, contexts, prefixes, self.reads_likelihood)
 
     # Judging
 
@@ -269,23 +268,19 @@ class SDMLanguageModel:
         if not answers:
             return []
         h = self.summaries(answers, progress)
-        scores = self.score(h, alpha)
+        scores, certificate = self.score(h, alpha), self.certificate(alpha)
         judged = self.verdicts(answers, h, scores, self.estimator.region(alpha), neighbors)
-        certificate = self.certificate(alpha)
         return judged if certificate is None else by_certificate(judged, certificate, scores, h)
 
     def certificate(self, alpha: float | None = None) -> AnswerCertificate | None:
         """The certificate that decides which answers are verified: made for this SDM layer, and for no lower alpha."""
-        own = self.answer_certificate
-        if own is None or own.alpha < self._checked_alpha(alpha) or own.estimator != self.digest():
-            return None
-        return own
+        return applicable(self.answer_certificate, self._checked_alpha(alpha), self.digest)
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
         """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
-        kind = self.metadata.get("summary", STATES)
         with self._precision():
-            return add_missing(self.model, self.encoder, answers, kind, self.tokens_per_batch, progress)
+            how = self.reads_likelihood, self.tokens_per_batch, progress
+            return add_missing(self.model, self.encoder, answers, *how)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of the documents that the SDM layer was fitted over: mixed, if training was."""
@@ -306,9 +301,8 @@ class SDMLanguageModel:
         self, answers: Sequence[Answer], h: Tensor, scores: Scores, region: HighReliabilityRegion, neighbors: int
     ) -> list[Verification]:
         """Answers with their scores and exemplars; `region` is the one to quote in the reason (not widened)."""
-        exemplars: Sequence[tuple[Exemplar, ...]] = [()] * len(answers)
-        if neighbors:
-            exemplars = self.estimator.exemplars(h, neighbors)
+        none: Sequence[tuple[Exemplar, ...]] = [()] * len(answers)
+        exemplars = self.estimator.exemplars(h, neighbors) if neighbors else none
         return verifications(answers, scores, exemplars, region, self.tags)
 
     def digest(self) -> str:

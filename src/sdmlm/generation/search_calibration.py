@@ -211,6 +211,8 @@ def joined(known: Sequence[SearchCalibration], more: Sequence[SearchCalibration]
 def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Numbers of the rows in the calibration half of the SDM layer whose prompts are not in its support as well."""
     check_rows(rows, lm.tags)
+    if "held_out" in lm.metadata:
+        return _held_out_rows(lm, rows)
     support_ids, calibration_ids = lm.estimator.support_ids_, lm.estimator.calibration_ids_
     numbers = [i for i in (*support_ids, *calibration_ids) if isinstance(i, int)]
     other = "these are not the rows that the SDM layer was fitted over: give D_ca, all of it, in its order."
@@ -233,6 +235,21 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
         raise ValueError(
             "Every calibration prompt is in the support too, so no row is left to calibrate the search on."
         )
+    return kept
+
+
+def _held_out_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of the rows that were held out for the certificate and whose prompts the SDM layer has not seen elsewhere."""
+    n = lm.metadata["calibration_rows"]
+    if len(rows) != n:
+        raise ValueError(
+            f"The SDM layer was made with {n} calibration rows and {len(rows)} are given: give the same, in their order."
+        )
+    held_out = set(lm.metadata["held_out"])
+    seen = {_key(row["prompt"]) for i, row in enumerate(rows) if i not in held_out}
+    kept = [i for i in sorted(held_out) if _key(rows[i]["prompt"]) not in seen]
+    if not kept:
+        raise ValueError("Every held-out prompt was fitted over too, so no row is left to calibrate the search on.")
     return kept
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sdmlm.generation.answers import Answer
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import inner_lm
-from sdmlm.language_model.likelihood import LIKELIHOOD, VerdictTokens, answer_summaries, summary_width
+from sdmlm.language_model.likelihood import VerdictTokens, answer_summaries, summary_width
 from sdmlm.language_model.reading import embed_sequences
 
 
@@ -25,13 +25,13 @@ def check_summary(kind: str, model: Any, features: int) -> None:
 
 
 def add_missing(
-    model: Any, encoder: Encoder, answers: Sequence[Answer], kind: str, tokens_per_batch: int, progress: bool
+    model: Any, encoder: Encoder, answers: Sequence[Answer], likelihood: bool, tokens_per_batch: int, progress: bool
 ) -> Tensor:
     """h of all answers (N, D); those that have none yet are read in one pass each and keep it."""
     missing = [answer for answer in answers if answer.h is None]
     if missing:
         ids, lm = [answer.ids for answer in missing], inner_lm(model)
-        if kind == LIKELIHOOD:
+        if likelihood:
             starts = [answer.start for answer in missing]
             h = answer_summaries(lm, ids, starts, VerdictTokens.of(encoder), tokens_per_batch, progress)
         else:

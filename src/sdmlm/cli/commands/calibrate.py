@@ -18,7 +18,8 @@ EXAMPLES = """\
 
 FIELDS = (
     "gamma_plus", "max_new_tokens", "max_length", "truncate_prompt", "verification_tags", "tokens_per_batch", "alpha",
-    "exemplar_dim", "sdm_epochs", "sdm_batch_size", "sdm_learning_rate", "sdm_rounds", "sdm_center",
+    "exemplar_dim", "sdm_epochs", "sdm_batch_size", "sdm_learning_rate", "sdm_rounds", "sdm_center", "summary",
+    "documents", "own_samples", "own_temperature", "certificate_share", "certificate_delta", "certificate_epsilon",
 )  # fmt: skip
 
 

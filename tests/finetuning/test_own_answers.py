@@ -1,0 +1,145 @@
+"""The final SDM layer over own answers, with its certificate, from training to answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_lm import tiny_config
+from tiny_sdm_lm import CALIBRATION, calibration_rows, marked_rows, train
+
+from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
+from sdmlm.finetuning.own_answers import OwnDocument, _too_little, part_rows
+from sdmlm.language_model.answer_rule import load_certificate
+
+OWN = {"documents": "own", "summary": "states+likelihood", "certificate_share": 0.5, "certificate_epsilon": 0.05}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("own"), **OWN)
+
+
+@pytest.fixture
+def lm(folder: Path, tmp_path: Path) -> SDMLanguageModel:
+    shutil.copytree(folder, tmp_path / "model")
+    return SDMLanguageModel.from_pretrained(tmp_path / "model", device="cpu")
+
+
+def fresh_prompts(n: int = 40) -> list[str]:
+    return [row["prompt"] for row in marked_rows(n, seed=9)]
+
+
+def test_training_saves_a_certificate_over_held_out_rows(folder: Path) -> None:
+    certificate = load_certificate(folder / "sdm")
+    assert certificate is not None
+    metadata = json.loads((folder / "sdm" / "lm.json").read_text())
+    assert metadata["summary"] == "states+likelihood"
+    assert len(metadata["held_out"]) == certificate.prompts == CALIBRATION // 2
+    fitted = {int(name.split()[0]) for name in SDMLanguageModel.from_pretrained(folder).estimator.documents_}
+    assert fitted.isdisjoint(metadata["held_out"])
+
+
+def test_documents_of_one_prompt_are_on_one_side(lm: SDMLanguageModel) -> None:
+    rows = [
+        {int(str(name).split()[0]) for name in ids}
+        for ids in (lm.estimator.support_ids_, lm.estimator.calibration_ids_)
+    ]
+    assert rows[0].isdisjoint(rows[1])
+    sources = {str(name).split()[1] for name in lm.estimator.documents_}
+    assert {"greedy", "static", "other"} <= sources
+
+
+def test_verified_follows_the_certificate(lm: SDMLanguageModel) -> None:
+    certificate = lm.certificate()
+    assert certificate is not None
+    assert certificate.certified
+    answers = lm.generate(fresh_prompts(), progress=False)
+    verified = [answer for answer in answers if answer.verified]
+    assert len(verified) > len(answers) / 2
+    for answer in answers:
+        assert answer.verified == (answer.certified and answer.verdict == "Yes")
+        assert "certificate" in answer.reason
+        assert answer.usual is not None
+        if answer.verified:
+            assert answer.usual >= certificate.epsilon
+            assert answer.probability_of_yes >= certificate.threshold
+
+
+def test_the_same_verdict_from_generation_and_from_one_pass(lm: SDMLanguageModel) -> None:
+    prompts = fresh_prompts()
+    written = lm.generate(prompts, progress=False)
+    given = lm.verify(prompts, [answer.text for answer in written], progress=False)
+    assert [a.verified for a in written] == [a.verified for a in given]
+    assert [a.verdict for a in written] == [a.verdict for a in given]
+    np.testing.assert_allclose(
+        [a.probability_of_yes for a in written], [a.probability_of_yes for a in given], atol=1e-4
+    )
+
+
+def test_answers_that_belong_to_other_prompts_are_not_verified(lm: SDMLanguageModel) -> None:
+    rows = marked_rows(40, seed=9)
+    others = [row["chosen"] for row in rows[1:] + rows[:1]]
+    judged = lm.verify([row["prompt"] for row in rows], others, progress=False)
+    assert sum(answer.verified for answer in judged) <= 2
+
+
+def test_a_higher_alpha_than_certified_is_decided_by_the_region(lm: SDMLanguageModel) -> None:
+    answer = lm.generate(fresh_prompts(1), alpha=0.99, progress=False)[0]
+    assert answer.certified is None
+    assert answer.verified == (answer.accepted and answer.verdict == "Yes")
+
+
+def test_feedback_ends_the_certificate_until_it_is_undone(lm: SDMLanguageModel) -> None:
+    lm.feedback("abcd=", "dcba", False)
+    assert lm.certificate() is None
+    lm.undo_feedback()
+    assert lm.certificate() is not None
+
+
+def test_the_certificate_is_saved_with_the_model(lm: SDMLanguageModel, tmp_path: Path) -> None:
+    lm.save_pretrained(tmp_path / "copy")
+    assert SDMLanguageModel.from_pretrained(tmp_path / "copy", device="cpu").certificate() == lm.certificate()
+
+
+def test_a_search_is_calibrated_on_the_held_out_rows(lm: SDMLanguageModel) -> None:
+    policy = SearchPolicy("resample", budget=2, temperature=0.7)
+    calibration = calibrate_search(lm, calibration_rows(), policy, save=False, progress=False)
+    assert set(calibration.ids) <= set(lm.metadata["held_out"])
+    with pytest.raises(ValueError, match="96 calibration rows and 5 are given"):
+        calibrate_search(lm, calibration_rows()[:5], policy, save=False, progress=False)
+
+
+def test_the_parts_are_disjoint_and_the_same_for_a_seed() -> None:
+    fitted, held_out = part_rows(10, 0.4, seed=3)
+    assert sorted(fitted + held_out) == list(range(10))
+    assert len(held_out) == 4
+    assert part_rows(10, 0.4, seed=3) == (fitted, held_out)
+    assert part_rows(10, 0.4, seed=4) != (fitted, held_out)
+
+
+def test_an_lm_that_is_always_right_or_wrong_is_told() -> None:
+    right = [OwnDocument(i, "greedy", "a", True) for i in range(40)]
+    wrong = [OwnDocument(i, "greedy", "a", False) for i in range(40)]
+    assert "too few to learn its errors from" in str(_too_little(right, 40, 40))
+    assert "0 of 40 calibration prompts rightly: it is the language model" in str(_too_little(wrong, 0, 40))
+    assert _too_little([*right, *wrong], 20, 40) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"documents": "mine"}, "documents is 'mine'"),
+        ({"summary": "all"}, "summary is 'all'"),
+        ({"summary": "states+likelihood", "documents": "paper"}, 'needs documents="own"'),
+        ({"certificate_share": 1.0}, "certificate_share is 1.0"),
+        ({"certificate_epsilon": -0.1}, "certificate_epsilon is -0.1"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(tmp_path, **changes)
