@@ -11,8 +11,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from demo.test_security import adversary
 from rich.console import Console
-from test_security import adversary
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main

@@ -58,9 +58,11 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         The accuracy asked of accepted answers, in (0.5, 1].
     exemplar_dim, sdm_epochs, sdm_batch_size, sdm_learning_rate, sdm_rounds, sdm_center
         Parameters of the `SDMEstimator` of each SDM layer.
-    **others
-        Every field of `TrainingArguments`. Some have other defaults here, namely the paper's: learning_rate,
-        weight_decay, num_train_epochs, warmup_steps, batch sizes, evaluation and saving twice an epoch.
+
+    Notes
+    -----
+    Every field of `TrainingArguments` works too. Some have other defaults here, namely the paper's: learning_rate,
+    weight_decay, num_train_epochs, warmup_steps, batch sizes, evaluation and saving twice an epoch.
 
     Examples
     --------
