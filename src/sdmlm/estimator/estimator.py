@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sdmlm.estimator import persistence
-from sdmlm.estimator.acceptance import CertifiedRule, Evidence, Promise, certify_rule, least_points
-from sdmlm.estimator.adaptor import MakeSupport
-from sdmlm.estimator.average import AveragedLayers
-from sdmlm.estimator.certify import Certificate, certify_region, threshold_grid
-from sdmlm.estimator.explain import Exemplar, Explanation, exemplars_of, explain_points
+from sdmlm.estimator.acceptance import Promise, least_points
+from sdmlm.estimator.fitted import DocumentId
 from sdmlm.estimator.fitting import Part, fit_layers, split_points
-from sdmlm.estimator.label_errors import LabelError, suspected_label_errors
-from sdmlm.estimator.layer import ALPHA_GRID, Points, SDMLayer, confidence_of, highest_alpha
-from sdmlm.estimator.region import HighReliabilityRegion, check_alpha
-from sdmlm.estimator.scores import Scores
-from sdmlm.estimator.support import SupportSet
+from sdmlm.estimator.region import check_alpha
+from sdmlm.estimator.scoring import Scoring
 from sdmlm.estimator.validation import (
     check_classes,
     check_lengths,
@@ -33,17 +25,14 @@ from sdmlm.estimator.validation import (
     checked_ids,
     encode_labels,
     find_classes,
-    float_matrix,
     held_out_split,
-    label_tensor,
     plain_id,
 )
 
-DocumentId = int | str
 Labelled = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, Sequence[DocumentId]]
 
 
-class SDMEstimator:
+class SDMEstimator(Scoring):
     """Says of each prediction whether it can be accepted without a person looking, and why.
 
     Over any embeddings, for any number of classes. The defaults need no setting: columns are standardised, the penalty of
@@ -209,23 +198,16 @@ class SDMEstimator:
         self.n_features_in_ = int(x.shape[1])
         self.alpha_ = float(self.alpha)
         if class_names is not None:
-            self.class_names_: list[str] | None = [str(name) for name in class_names]
+            self.class_names_ = [str(name) for name in class_names]
         else:
             plain = np.array_equal(classes, np.arange(n_classes))
             self.class_names_ = None if plain else [str(label) for label in classes]
         self.documents_ = {} if documents is None else {plain_id(key): str(text) for key, text in documents.items()}
         self.set_layers(fit_layers(self, points, given, n_classes, on_epoch), aside)
         if known_ood is not None:
-            outside = torch.full((len(known_ood),), -1, device=known_ood.device)
-            self._model.add(known_ood, outside, [f"ood:{i}" for i in range(len(known_ood))])
+            outside = torch.full((len(known_ood),), -1)
+            self._extend(known_ood, outside, [f"ood:{i}" for i in range(len(known_ood))])
         return self
-
-    def set_layers(self, layers: list[SDMLayer], held_out: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take fitted layers, and the held-out points of the certificate, as this estimator's own."""
-        self.layers_ = layers
-        self._model = AveragedLayers(layers) if self.combine == "average" else layers[0]
-        self.held_out_ = held_out
-        self._rules: dict[float, CertifiedRule] = {}
 
     def _given_calibration(
         self, calibration: Labelled, x: Tensor, names: list[Any], classes: NDArray[Any]
@@ -252,22 +234,6 @@ class SDMEstimator:
             raise ValueError(f"The id {next(iter(shared))!r} is used in both splits: ids must differ between them.")
         check_classes(y_ca, classes, "calibration y", least=1)
         return x_ca, y_ca.to(x.device), names_ca
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that were chosen automatically or given, as they were used."""
-        self._check_fitted()
-        last = self.layers_[0].history[-1] if self.layers_[0].history else {}
-        chosen = {name: last[name] for name in ("inverse_penalty",) if name in last}
-        width = len(self.layers_[0].adaptor.bias)
-        held_out = 0 if self.held_out_ is None else len(self.held_out_[0])
-        names = ("rule", "combine", "distance")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "layers": len(self.layers_),
-            "exemplar_dim": width,
-            **chosen,
-            "held_out": held_out,
-        }
 
     def recalibrate(self, alpha: float) -> SDMEstimator:
         """Answer for another alpha from now on: region and certificate are found anew, nothing is re-trained."""
@@ -297,12 +263,7 @@ class SDMEstimator:
         taken = set(names).intersection(*[{*layer.support_ids, *layer.calibration_ids} for layer in self.layers_])
         if taken:
             raise ValueError(f"The id {next(iter(taken))!r} is already in use: give new points ids of their own.")
-        if self.combine == "all":
-            for layer in self.layers_:
-                layer.add(x, labels.to(x.device), names)
-        else:
-            self._model.add(x, labels.to(x.device), names)
-        self._rules = {}
+        self._extend(x, labels, names)
         self.documents_.update({plain_id(key): str(text) for key, text in (documents or {}).items()})
         return self
 
@@ -324,206 +285,6 @@ class SDMEstimator:
         new.set_layers(layers, self.held_out_)
         return new.add_to_support(X, y, ids, documents)
 
-    # Scoring
-
-    def score(
-        self,
-        X: ArrayLike | Tensor,
-        exclude: ArrayLike | Tensor | None = None,
-        *,
-        alpha: float | None = None,
-        regions: Callable[[float], HighReliabilityRegion] | None = None,
-    ) -> Scores:
-        """Prediction, the three signals, their bounds and the decision for each row of X.
-
-        `exclude` (N,) is the support index that a point ignores, -1 for none: for points that are in the support
-        themselves (see `support_index`). Those are judged by the eCDF of the training split, all others by that of
-        the calibration split.
-
-        `alpha`: another one than the estimator's, for this call. `regions` gives the region that decides at an alpha,
-        where it is not to be the estimator's own (`region`).
-        """
-        self._check_fitted()
-        alpha = self.alpha_ if alpha is None else check_alpha(alpha)
-        x = self.matrix(X, "X", self.n_features_in_, allow_empty=True)
-        own = None if exclude is None else label_tensor(exclude, "exclude")
-        if own is not None:
-            self._check_single("score with exclude")  # every round has a support of its own
-            check_lengths("X", len(x), "exclude", len(own))
-        if regions is not None and self.combine == "all":
-            self._check_single("score with regions")
-        scores = self._model.score(x, alpha, own, regions)
-        if self.combine == "all":
-            scores = self._agreed(scores, x, alpha)
-        if self.rule == "certified":
-            return replace(scores, accepted=self.certified_rule(alpha).accepts(scores))
-        return replace(scores, accepted=scores.accepted_lower) if self.rule == "region lower" else scores
-
-    def _agreed(self, scores: Scores, x: Tensor, alpha: float) -> Scores:
-        """Of an ensemble: accepted is what all layers accept as the same class."""
-        accepted, accepted_lower = scores.accepted, scores.accepted_lower
-        at = self.layers_[0].accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
-        for layer in self.layers_[1:]:
-            other = layer.score(x, alpha)
-            agree = other.prediction == scores.prediction
-            accepted = accepted & other.accepted & agree
-            accepted_lower = accepted_lower & other.accepted_lower & agree
-            at &= layer.accepted_at(other.q_prime, other.p, other.prediction, ALPHA_GRID) & agree[:, None]
-        highest = highest_alpha(at)
-        return replace(
-            scores, accepted=accepted, in_region=accepted, accepted_lower=accepted_lower, highest_alpha=highest
-        )
-
-    def predict(self, X: ArrayLike | Tensor) -> NDArray[Any]:
-        """The predicted label of each row, accepted or not."""
-        labels: NDArray[Any] = self.classes_[self.score(X).prediction]
-        return labels
-
-    def output(self, X: Tensor, exclude: Tensor | None = None) -> Tensor:
-        """SDM(z') of each row, (N, C) on the CPU: what a training step needs, without the rest of `score`.
-
-        X is a float32 tensor and is not checked, for this runs at every step of fine-tuning. `exclude` as in `score`.
-        """
-        self._check_single("output")
-        return self.layers_[0].output(X.to(self.layers_[0].adaptor.weight.device), exclude)
-
-    def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
-        """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
-        self._check_fitted()
-        where = {name: i for i, name in enumerate(self.layers_[0].support_ids)}
-        return np.array([where.get(plain_id(name), -1) for name in ids], dtype=np.int64)
-
-    def accepted_at(self, scores: Scores, alphas: Iterable[float]) -> NDArray[np.bool_]:
-        """Which points are accepted at each of several alphas, (N, number of alphas)."""
-        if self.combine == "all":
-            self._check_single("accepted_at")
-        self._check_fitted()
-        wanted = [check_alpha(a) for a in alphas]
-        if self.rule == "certified":
-            return np.stack([self.certified_rule(a).accepts(scores) for a in wanted], axis=1)
-        return self._model.accepted_at(scores.q_prime, scores.p, scores.prediction, wanted)
-
-    def explain(self, X: ArrayLike | Tensor, k: int = 5) -> list[Explanation]:
-        """For each row: the decision in a sentence, the k nearest support documents, and calibration peers."""
-        self._check_fitted()
-        if k < 1:
-            raise ValueError(f"k is {k} but must be at least 1.")
-        x = self.matrix(X, "X", self.n_features_in_)
-        rule = self.certificate_ if self.rule == "certified" else None
-        return explain_points(
-            self.layers_[0], self._model, x, self.score(X), self.alpha_, self.documents_, k, self.class_names_, rule
-        )
-
-    def label_errors(self, most: int = 20) -> list[LabelError]:
-        """Known points whose label contradicts a dense neighbourhood that agrees otherwise, the most suspicious first."""
-        self._check_fitted()
-        return suspected_label_errors(self.calibration_, self.calibration_ids_, self.documents_, most)
-
-    # Promises
-
-    @property
-    def certificate_(self) -> CertifiedRule:
-        """The certified rule at `alpha_`."""
-        return self.certified_rule(self.alpha_)
-
-    def certified_rule(self, alpha: float) -> CertifiedRule:
-        """The certified rule at any alpha, from the held-out points; remembered until the support changes."""
-        self._check_fitted()
-        if self.held_out_ is None:
-            raise ValueError("No points were held out for a certificate: give fresh ones to certify.")
-        if alpha not in self._rules:
-            x, labels = self.held_out_
-            rule = self._certified(x, labels, alpha, self.delta, self.promise, self.epsilon, None)
-            self._rules[alpha] = rule
-        return self._rules[alpha]
-
-    def certify(
-        self,
-        X: ArrayLike | Tensor,
-        y: ArrayLike | Tensor,
-        delta: float | None = None,
-        classes: Sequence[int] | None = None,
-        promise: Promise | None = None,
-        epsilon: float | None = None,
-    ) -> CertifiedRule | Certificate:
-        """A rule with a promise, from labelled points that played no part in fitting (`sdmlm.estimator.acceptance`).
-
-        `classes`: the predicted classes that may be accepted, as indices (default: all). With rule "region", it is the
-        region that is tightened until the promise holds for each predicted class (`sdmlm.estimator.certify`).
-        """
-        if self.combine == "all":
-            self._check_single("certify")
-        self._check_fitted()
-        x, labels = self.matrix(X, "X", self.n_features_in_), encode_labels(y, self.classes_)
-        check_lengths("X", len(x), "y", len(labels))
-        if (known := self.share_fitted(X)) > 0.25:
-            raise ValueError(
-                f"{known:.0%} of these points were fitted over (in the support or the calibration half): a certificate needs "
-                "points that played no part in fitting."
-            )
-        delta = self.delta if delta is None else delta
-        if self.rule == "certified":
-            rest = (promise or self.promise, self.epsilon if epsilon is None else epsilon, classes)
-            return replace(self._certified(x, labels, self.alpha_, delta, *rest), estimator=self.digest())
-        scores = self.score(X)
-        grid = threshold_grid(self.region_, self.calibration_.q_prime.numpy())
-        certificate = certify_region(
-            self.region_, grid, scores.q_prime, scores.p, scores.prediction, labels.numpy(), delta, classes
-        )
-        return replace(certificate, estimator=self.digest())
-
-    def _certified(
-        self,
-        x: Tensor,
-        labels: Tensor,
-        alpha: float,
-        delta: float,
-        promise: Promise,
-        epsilon: float,
-        classes: Sequence[int] | None,
-    ) -> CertifiedRule:
-        scores = self._model.score(x, alpha)
-        fresh = Evidence(scores.confidence, scores.d, scores.prediction, labels.cpu().numpy())
-        settings: dict[str, Any] = {"alpha": alpha, "delta": delta, "promise": promise, "epsilon": epsilon}
-        return certify_rule(self.calibration_evidence(), fresh, len(self.classes_), **settings, classes=classes)
-
-    def calibration_evidence(self) -> Evidence:
-        """What a rule looks at, for the calibration points, out of sample."""
-        ca = self.calibration_
-        return Evidence(confidence_of(ca.z, ca.q).numpy(), ca.d.numpy(), ca.predictions.numpy(), ca.labels.numpy())
-
-    def share_fitted(self, X: ArrayLike | Tensor) -> float:
-        """How many of these points were fitted over: they are in the support or among the calibration points."""
-        self._check_fitted()
-        layer, ca = self.layers_[0], self.layers_[0].calibration
-        vectors, _ = layer.adaptor(self.matrix(X, "X", self.n_features_in_))
-        held = SupportSet(layer.calibration_vectors, ca.labels, ca.predictions)
-        nearest = torch.minimum(layer.support.neighbors(vectors, 1)[0], held.neighbors(vectors, 1)[0])
-        same = 1e-5 * float(layer.support.vectors.norm(dim=1).mean())
-        return float((nearest <= same).double().mean())
-
-    @property
-    def region_(self) -> HighReliabilityRegion:
-        """The high-reliability region at `alpha_`."""
-        return self.region(self.alpha_)
-
-    def region(self, alpha: float) -> HighReliabilityRegion:
-        """The high-reliability region at any alpha (of an ensemble: of the best round)."""
-        self._check_fitted()
-        return self._model.region(alpha)
-
-    @property
-    def loss_(self) -> float:
-        """The balanced calibration loss of the best round."""
-        self._check_fitted()
-        return self.layers_[0].loss
-
-    @property
-    def history_(self) -> list[dict[str, float]]:
-        """Losses and calibration accuracy by epoch, of the best round."""
-        self._check_fitted()
-        return self.layers_[0].history
-
     # On disk
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -535,64 +296,6 @@ class SDMEstimator:
     def from_pretrained(cls, folder: str | Path, device: str | torch.device | None = None) -> SDMEstimator:
         """Load what `save_pretrained` wrote, after checking version, checksums and shapes."""
         return persistence.load(cls, folder, device)
-
-    def digest(self) -> str:
-        """A hash of everything that decisions depend on, except alpha: weights, support, calibration points."""
-        self._check_fitted()
-        return persistence.digest(self)
-
-    # What other packages need to know about the fitted layer
-
-    @property
-    def calibration_(self) -> Points:
-        """Out-of-sample labels, z', q, d, SDM output and q' of the calibration points."""
-        self._check_fitted()
-        return self._model.calibration
-
-    @property
-    def support_ids_(self) -> list[DocumentId]:
-        """The ids of the support documents of the best round, in the order of the support."""
-        self._check_fitted()
-        return self.layers_[0].support_ids
-
-    @property
-    def calibration_ids_(self) -> list[DocumentId]:
-        """The ids of the calibration points."""
-        self._check_fitted()
-        return self._model.calibration_ids
-
-    def exemplars(self, X: ArrayLike | Tensor, k: int) -> list[tuple[Exemplar, ...]]:
-        """The k nearest support documents of each row, nearest first."""
-        self._check_fitted()
-        layer = self.layers_[0]
-        vectors, _ = layer.adaptor(self.matrix(X, "X", self.n_features_in_))
-        return exemplars_of(layer.support, vectors, layer.support_ids, self.documents_, k)
-
-    # Checks
-
-    def _check_fitted(self) -> None:
-        if not hasattr(self, "layers_"):
-            raise ValueError("This SDMEstimator is not fitted yet: call fit, or load one with from_pretrained.")
-
-    def _check_single(self, method: str) -> None:
-        self._check_fitted()
-        if len(self.layers_) > 1:
-            raise ValueError(f"{method} works on a single model: fit with combine='best'.")
-
-    def torch_device(self) -> torch.device:
-        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return torch.device("cpu") if device.type == "mps" else device  # which has no double precision
-
-    def make_support(self) -> MakeSupport:
-        if self.index == "faiss":
-            from sdmlm.estimator.support_faiss import FaissSupportSet  # an optional dependency
-
-            return partial(FaissSupportSet, max_q=self.max_q)
-        return partial(SupportSet, max_q=self.max_q)
-
-    def matrix(self, values: Any, name: str, width: int | None = None, allow_empty: bool = False) -> Tensor:
-        """A finite float32 matrix on the device."""
-        return float_matrix(values, name, self.torch_device(), width, allow_empty)
 
 
 PUBLISHED: dict[str, Any] = {

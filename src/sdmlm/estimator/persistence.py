@@ -21,6 +21,7 @@ from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER, read_artifact, write_art
 
 if TYPE_CHECKING:
     from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.estimator.fitted import FittedLayers
 
 KIND, VERSION = "sdmlm estimator", 2  # 1: before averaged layers and certified rules
 _NOT_SAVED = ("self", "device", "progress")  # they belong to the machine, not to what was fitted
@@ -86,7 +87,7 @@ def _upgraded(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**parameters, "combine": combine, "rule": "region", "distance": "exemplar"}
 
 
-def digest(estimator: SDMEstimator) -> str:
+def digest(estimator: FittedLayers) -> str:
     """SHA-256 of everything that decisions depend on, except alpha."""
     sha256 = hashlib.sha256(f"max_q={estimator.max_q}".encode())
     for name, part in _tensors(estimator).items():
@@ -95,7 +96,7 @@ def digest(estimator: SDMEstimator) -> str:
     return sha256.hexdigest()
 
 
-def _tensors(estimator: SDMEstimator) -> dict[str, Tensor]:
+def _tensors(estimator: FittedLayers) -> dict[str, Tensor]:
     """All fitted tensors by name."""
     tensors = {}
     for i, layer in enumerate(estimator.layers_):

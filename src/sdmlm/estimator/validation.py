@@ -93,8 +93,8 @@ def _label_array(values: Any, name: str) -> NDArray[Any]:
         kinds = {type(value) for value in array.tolist()}
         if kinds <= {str}:
             return array.astype(str)
-        odd = next((value for value in array.tolist() if not isinstance(value, (str, int, bool))), None)
-        if odd is not None or len(kinds) > 1:
+        if not kinds <= {int, bool}:
+            odd = next((value for value in array.tolist() if not isinstance(value, (str, int))), None)
             raise ValueError(
                 f"{name} mixes kinds of labels or holds {odd!r}: give all as texts or all as whole numbers."
             )
