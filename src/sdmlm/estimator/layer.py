@@ -104,7 +104,7 @@ class SDMLayer(Regions):
         self,
         adaptor: ExemplarAdaptor,
         support: SupportSet,
-        train_cdf: DistanceCDF,
+        train_cdf: DistanceCDF | None,
         calibration_vectors: Tensor,
         calibration_z: Tensor,
         calibration_labels: Tensor,
@@ -118,7 +118,7 @@ class SDMLayer(Regions):
     ) -> None:
         """`whitening`, with the support and the calibration points after it: where Distance is not taken in h'."""
         self.whitening, self.whitened, self.calibration_whitened = whitening, whitened, calibration_whitened
-        self.adaptor, self.support, self.train_cdf = adaptor, support, train_cdf
+        self.adaptor, self.support, self._train_cdf = adaptor, support, train_cdf
         self.calibration_vectors = calibration_vectors
         self.support_ids, self.calibration_ids = support_ids, calibration_ids
         self.loss, self.history = loss, history
@@ -152,9 +152,15 @@ class SDMLayer(Regions):
             return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history)
         whitening = Whitening.fit(x, y)
         whitened = make_support(whitening(x), y, predictions)
-        train_cdf = _train_cdf(support, n_classes, whitened)
         rest = whitening, whitened, whitening(x_ca)
-        return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history, *rest)
+        return cls(adaptor, support, None, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history, *rest)
+
+    @property
+    def train_cdf(self) -> DistanceCDF:
+        """The eCDF for points of the training split; found when it is first asked for, since it costs as much as calibration."""
+        if self._train_cdf is None:
+            self._train_cdf = _train_cdf(self.support, self.n_classes, self.whitened)
+        return self._train_cdf
 
     @property
     def n_classes(self) -> int:
@@ -164,7 +170,7 @@ class SDMLayer(Regions):
         """q, d, SDM output and q' of the calibration points against the support as it is now."""
         found = _on_cpu(self.support.query(self.calibration_vectors, self._z_ca.argmax(dim=1)))
         if self.whitened is not None and self.calibration_whitened is not None:
-            found = replace(found, d_nearest=self.whitened.neighbors(self.calibration_whitened, 1)[0].squeeze(1).cpu())
+            found = replace(found, d_nearest=self.whitened.nearest(self.calibration_whitened).cpu())
         self.cdf = DistanceCDF.fit(found.d_nearest, self._y_ca, found.q, self.n_classes)
         d = self._distance(self.cdf, found.d_nearest, self._z_ca.argmax(dim=1))
         self.calibration = points_of(self._y_ca, self._z_ca, found.q, found.d_nearest, d)
@@ -189,7 +195,7 @@ class SDMLayer(Regions):
         found = _on_cpu(self.support.query(vectors, z.argmax(dim=1), exclude))
         if self.whitening is not None and self.whitened is not None:
             vectors = self.whitening(x)
-            found = replace(found, d_nearest=self.whitened.neighbors(vectors, 1, exclude)[0].squeeze(1).cpu())
+            found = replace(found, d_nearest=self.whitened.nearest(vectors, exclude).cpu())
         noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
 
         def quantile(cdf: DistanceCDF) -> Tensor:
@@ -225,7 +231,7 @@ class SDMLayer(Regions):
         self.support.add(vectors, labels, z.argmax(dim=1))
         if self.whitening is not None and self.whitened is not None:
             self.whitened.add(self.whitening(x), labels, z.argmax(dim=1))
-        self.train_cdf = _train_cdf(self.support, self.n_classes, self.whitened)
+        self._train_cdf = None
         self.support_ids = [*self.support_ids, *ids]
         self.calibrate()
 
@@ -281,7 +287,7 @@ def _train_cdf(support: SupportSet, n_classes: int, whitened: SupportSet | None 
     found = support.query(support.vectors, support.predictions, exclude=own)
     nearest = found.d_nearest
     if whitened is not None:
-        nearest = whitened.neighbors(whitened.vectors, 1, exclude=own)[0].squeeze(1)
+        nearest = whitened.nearest(whitened.vectors, exclude=own)
     return DistanceCDF.fit(nearest, support.labels, found.q, n_classes)
 
 

@@ -111,9 +111,10 @@ def _tensors(estimator: FittedLayers) -> dict[str, Tensor]:
             "calibration.vectors": layer.calibration_vectors,
             "calibration.z": layer.calibration.z,
             "calibration.labels": layer.calibration.labels,
-            **{f"train_cdf.{c}": torch.from_numpy(v) for c, v in enumerate(layer.train_cdf.values)},
             **{f"support.{name}": value for name, value in layer.support.state().items()},
         }
+        if layer.whitening is None:
+            parts |= {f"train_cdf.{c}": torch.from_numpy(v) for c, v in enumerate(layer.train_cdf.values)}
         if layer.whitening is not None and layer.whitened is not None and layer.calibration_whitened is not None:
             parts |= {
                 "whitening.mean": layer.whitening.mean,
@@ -155,7 +156,7 @@ def _load_layer(
     return SDMLayer(
         adaptor,
         support,
-        DistanceCDF([own[f"train_cdf.{c}"].cpu().numpy() for c in range(n_classes)]),
+        None if whitening else DistanceCDF([own[f"train_cdf.{c}"].cpu().numpy() for c in range(n_classes)]),
         own["calibration.vectors"],
         own["calibration.z"],
         own["calibration.labels"],

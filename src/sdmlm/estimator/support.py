@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sdmlm.estimator.activation import full_precision
+from sdmlm.estimator.vectors import as_vectors, checked_labels, integers
 
 # Rounding errors of a length-M dot product grow like sqrt(M); eight standard deviations are never exceeded in practice
 # (Higham & Mary 2019: each one with probability below 1e-13).
@@ -64,7 +64,7 @@ class SupportSet:
     ) -> None:
         self.max_q, self.memory_mb = max_q, memory_mb
         vectors = as_vectors(vectors)
-        self._arrange(vectors, *_checked_labels(vectors, labels, predictions))
+        self._arrange(vectors, *checked_labels(vectors, labels, predictions))
 
     def _arrange(self, vectors: Tensor, labels: Tensor, predictions: Tensor) -> None:
         """Group the rows: those that are never a match first (-1), then the matches of each class in turn."""
@@ -107,7 +107,7 @@ class SupportSet:
     def add(self, vectors: ArrayLike | Tensor, labels: ArrayLike | Tensor, predictions: ArrayLike | Tensor) -> None:
         """Append labelled vectors; their indices follow the existing ones."""
         vectors = self._queries(vectors)
-        labels, predictions = _checked_labels(vectors, labels, predictions)
+        labels, predictions = checked_labels(vectors, labels, predictions)
         joined = torch.cat([self.vectors, vectors])
         self._arrange(joined, torch.cat([self.labels, labels]), torch.cat([self.predictions, predictions]))
 
@@ -120,7 +120,7 @@ class SupportSet:
     ) -> SupportMatch:
         """q, d_nearest and nearest of each query. `exclude` (N,) is the support index to ignore, -1 for none."""
         vectors = self._queries(vectors)
-        predictions = _integers(predictions, "predictions", vectors)
+        predictions = integers(predictions, "predictions", vectors)
         excluded = self._excluded_rows(exclude, vectors)
         n = len(vectors)
         q = torch.zeros(n, dtype=torch.long, device=vectors.device)
@@ -151,6 +151,20 @@ class SupportSet:
             row, rank, distance, index = self._closely(vectors[part], excluded[part], lambda q: q.smallest(k))
             distances[start + row, rank], indices[start + row, rank] = distance.sqrt(), index
         return distances, indices
+
+    @full_precision()
+    def nearest(self, vectors: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Tensor:
+        """The distance to the nearest support vector, (N,)."""
+        vectors = self._queries(vectors)
+        excluded = self._excluded_rows(exclude, vectors)
+        whole = (0, len(self))
+        squares = [
+            self._closely(
+                vectors[start : start + _QUERY_BLOCK], excluded[start : start + _QUERY_BLOCK], _nearest_of(whole)
+            )
+            for start in range(0, len(vectors), _QUERY_BLOCK)
+        ]
+        return torch.cat(squares).sqrt() if squares else torch.empty(0, dtype=torch.float64, device=vectors.device)
 
     # How it is done
 
@@ -188,12 +202,16 @@ class SupportSet:
         """The arranged row each query ignores, -1 for none."""
         if exclude is None:
             return torch.full((len(vectors),), -1, device=vectors.device)
-        exclude = _integers(exclude, "exclude", vectors)
+        exclude = integers(exclude, "exclude", vectors)
         if len(exclude) and (int(exclude.min()) < -1 or int(exclude.max()) >= len(self)):
             raise ValueError(f"exclude holds an index outside -1..{len(self) - 1}: give support indices, -1 for none.")
         if not len(self):
             return exclude
         return torch.where(exclude >= 0, self._rows[exclude.clamp(min=0)], -1)
+
+
+def _nearest_of(span: tuple[int, int]) -> Callable[[_Queries], Any]:
+    return lambda queries: queries.nearest(span)[0]
 
 
 class _TooClose(Exception):
@@ -361,34 +379,3 @@ def _twins(vectors: Tensor, norms: Tensor) -> Tensor | None:
     twin = torch.empty_like(order)
     twin[order] = order[new][torch.cumsum(new, 0) - 1]
     return twin
-
-
-def as_vectors(values: ArrayLike | Tensor) -> Tensor:
-    """A contiguous (N, M) tensor of finite float32 (float64 stays float64)."""
-    vectors = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
-    if vectors.ndim != 2:
-        raise ValueError(f"Expected a matrix of vectors (N, M), got shape {tuple(vectors.shape)}.")
-    if vectors.dtype not in (torch.float32, torch.float64):
-        vectors = vectors.float()
-    # A sum is finite if all is (or it overflows: then look closely), and costs far less than a mask of all entries.
-    if not bool(vectors.sum().isfinite()) and not bool(torch.isfinite(vectors).all()):
-        raise ValueError("The vectors contain NaN or infinite values: remove or repair those rows.")
-    return vectors.detach().contiguous()
-
-
-def _checked_labels(
-    vectors: Tensor, labels: ArrayLike | Tensor, predictions: ArrayLike | Tensor
-) -> tuple[Tensor, Tensor]:
-    labels, predictions = _integers(labels, "labels", vectors), _integers(predictions, "predictions", vectors)
-    if len(predictions) and int(predictions.min()) < 0:
-        raise ValueError("predictions holds a negative class: predictions are class indices 0..C-1.")
-    return labels, predictions
-
-
-def _integers(values: ArrayLike | Tensor, name: str, vectors: Tensor) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
-    if tensor.numel() and tensor.is_floating_point():
-        raise ValueError(f"{name} must hold integers, got {tensor.dtype}.")
-    if tensor.shape != (len(vectors),):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} but there are {len(vectors)} vectors.")
-    return tensor.to(device=vectors.device, dtype=torch.long)
