@@ -14,6 +14,7 @@ from sdmlm.cli.commands import (
     certify,
     chat,
     compare,
+    compare_answers,
     data,
     demo,
     explain,
@@ -42,6 +43,8 @@ examples:
   sdmlm calibrate-search runs/lm --data rows.jsonl --search resample   further tries, calibrated
   sdmlm replicate recipes/demo --output runs/replica         the paper's experiments and tables
   sdmlm generate runs/lm --prompts prompts.txt      answers with verdicts
+  sdmlm certify runs/lm --data fresh.jsonl          which answers are verified, with a promise
+  sdmlm compare-answers runs/lm --data fresh.jsonl  the SDM layer against likelihoods and other scores
   sdmlm verify runs/lm --data answers.jsonl         verdicts on anybody's answers
   sdmlm chat runs/lm                                ask, answer by answer
   sdmlm serve runs/lm                               OpenAI's API with verdicts, and a page
@@ -64,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         score,
         explain,
         compare,
+        compare_answers,
         certify,
         demo,
         data,

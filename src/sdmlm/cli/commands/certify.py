@@ -1,11 +1,14 @@
-"""`sdmlm certify`: test the region on points that played no part in fitting."""
+"""`sdmlm certify`: what is promised about the accepted, from points or rows that played no part in fitting."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
+from sdmlm.cli.layer_tables import REWARD_HELP, ROWS_HELP
 
 if TYPE_CHECKING:
     from sdmlm.estimator.acceptance import CertifiedRule
@@ -13,15 +16,20 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   sdmlm certify runs/estimator fresh.npz
   sdmlm certify runs/estimator fresh.npz --delta 0.01 --classes 1 --output certificate.json
-  sdmlm score runs/estimator new.npz --certificate certificate.json"""
+  sdmlm score runs/estimator new.npz --certificate certificate.json
+  sdmlm certify runs/lm --data fresh.jsonl"""
 
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    help = "certify the accuracy among the accepted on fresh labelled embeddings"
+    help = "certify the accuracy among the accepted, with fresh labelled embeddings or rows of a language model"
     parser = common.add_command(subparsers, "certify", help, EXAMPLES)
-    parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
-    parser.add_argument("embeddings", metavar="EMBEDDINGS", help="labelled points that played no part in fitting")
+    parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator, or of an SDM language model")
+    parser.add_argument(
+        "embeddings", metavar="EMBEDDINGS", nargs="?", help="of an estimator: points that played no part in fitting"
+    )
+    parser.add_argument("--data", metavar="ROWS", help=f"of a language model, new to it: {ROWS_HELP}")
+    parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
     parser.add_argument("--delta", type=float, default=0.05, metavar="P", help="chance of a wrong certificate (0.05)")
     parser.add_argument("--promise", choices=("overall", "predicted", "class"), help="what alpha holds for (as fitted)")
@@ -33,7 +41,47 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Certify and show every test."""
+    """Certify an estimator or a language model."""
+    if (args.embeddings is None) == (args.data is None):
+        raise ValueError("give EMBEDDINGS to certify an estimator, or --data ROWS to certify a language model.")
+    if args.data is None:
+        _certify_estimator(args)
+    else:
+        _certify_lm(args)
+
+
+def _certify_lm(args: argparse.Namespace) -> None:
+    """Renew the certificate over own answers, in the model's folder."""
+    for name in ("promise", "classes", "output"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name} does not go with --data: the certificate of a language model is kept in its folder."
+            )
+    from sdmlm.language_model.loading import require_transformers
+
+    require_transformers()
+    from sdmlm.generation.certification import certify_lm
+    from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.language_model.answer_rule import EPSILON
+    from sdmlm.language_model.rows import read_preferences
+
+    lm = SDMLanguageModel.from_pretrained(args.estimator)
+    data = read_preferences(args.data, lm.tags)
+    epsilon = EPSILON if args.epsilon is None else args.epsilon
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
+        certificate = certify_lm(
+            lm, data.rows, args.reward, alpha=args.alpha, delta=args.delta, epsilon=epsilon, source=data.source
+        )
+    if args.json:
+        values = {name: value for name, value in certificate.to_dict().items() if name != "usual"}
+        common.print_json({"certified": certificate.certified, "says": certificate.sentence(), **values})
+        return
+    out = common.console(args)
+    out.print(certificate.sentence(), markup=False, soft_wrap=True)
+    out.print(f"Written: {args.estimator}/sdm/certificate.json.", markup=False)
+
+
+def _certify_estimator(args: argparse.Namespace) -> None:
     from sdmlm.estimator.acceptance import CertifiedRule
     from sdmlm.estimator.certify import certificate_rows
     from sdmlm.estimator.embedding_files import read_embeddings

@@ -1,0 +1,92 @@
+"""Renew the certificate of an SDM language model with fresh rows: what `sdmlm certify DIR --data ROWS` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdmlm.estimator.region import check_alpha
+from sdmlm.generation.answers import Answer
+from sdmlm.language_model.answer_rule import (
+    DELTA,
+    EPSILON,
+    AnswerCertificate,
+    JudgedAnswers,
+    UsualLikelihood,
+    certify_answers,
+    save_certificate,
+)
+from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
+from sdmlm.storage.artifacts import SDM_FOLDER
+
+if TYPE_CHECKING:
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+CANDIDATE_SHARE = 0.2  # of the rows fix the candidate thresholds; the others test them
+LEAST_USUAL = 50  # own answers from which it can be said what is usual
+
+
+def own_answers(
+    lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]], reward: Reward, max_new_tokens: int | None, progress: bool
+) -> tuple[list[Answer], NDArray[np.bool_]]:
+    """Greedy answers to the prompts of rows, and which of them are right."""
+    prompts = lm.read_prompts([row["prompt"] for row in rows])
+    answers = lm.write(prompts, lm.sampling(max_new_tokens), [[n] for n in range(len(prompts))], progress=progress)
+    labels = apply_reward(reward, rows, [answer.text for answer in answers], lm.tags)
+    return answers, np.asarray(labels) == 1
+
+
+def certify_lm(
+    lm: SDMLanguageModel,
+    rows: Sequence[Mapping[str, Any]],
+    reward: Reward | str | None = None,
+    *,
+    alpha: float | None = None,
+    delta: float = DELTA,
+    epsilon: float = EPSILON,
+    source: str = "fresh rows",
+    save: bool = True,
+    progress: bool = True,
+) -> AnswerCertificate:
+    """Certify which greedy answers of a model are verified, with rows that played no part in training or calibration.
+
+    The certificate replaces the present one, in `lm` and, with `save`, in its folder.
+    """
+    alpha = lm.alpha if alpha is None else check_alpha(alpha)
+    if save and lm.folder is None:
+        raise ValueError("This model has no folder of its own to keep the certificate in: give save=False.")
+    r = reward_as_fitted(reward, lm.metadata)
+    check_reward(r, rows)
+    answers, right = own_answers(lm, rows, r, None, progress)
+    h = lm.summaries(answers, progress)
+    scores = lm.score(h, alpha)
+    some = np.random.default_rng(0).random(len(rows)) < CANDIDATE_SHARE
+    before = lm.answer_certificate
+    usual = None if before is None else before.usual
+    if usual is None and lm.reads_likelihood:
+        if some.sum() < LEAST_USUAL:
+            need = round(LEAST_USUAL / CANDIDATE_SHARE)
+            raise ValueError(f"{len(rows)} rows are too few to say which answers are usual: give about {need} or more.")
+        usual = UsualLikelihood.fit(h.numpy()[some])
+    distance = scores.d if usual is None else usual.d(h.numpy())
+
+    def part(mask: NDArray[np.bool_]) -> JudgedAnswers:
+        return JudgedAnswers((scores.prediction == 1)[mask], scores.p[:, 1][mask], distance[mask], right[mask])
+
+    certificate = certify_answers(
+        part(some),
+        part(~some),
+        alpha=alpha,
+        delta=delta,
+        epsilon=epsilon,
+        estimator=lm.digest(),
+        usual=usual,
+        source=source,
+    )
+    lm.answer_certificate = certificate
+    if save and lm.folder is not None:
+        save_certificate(lm.folder / SDM_FOLDER, certificate)
+    return certificate

@@ -1,0 +1,93 @@
+"""`sdmlm compare-answers` and `sdmlm certify` of a language model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_sdm_lm import marked_rows, train
+
+from sdmlm import SDMLanguageModel
+from sdmlm.cli import main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    own = {"documents": "own", "summary": "states+likelihood", "certificate_share": 0.5, "certificate_epsilon": 0.05}
+    return train(tmp_path_factory.mktemp("answers"), **own)
+
+
+@pytest.fixture
+def model(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    shutil.copytree(trained, tmp_path / "model")
+    for name, n, seed in (("fresh", 300, 7), ("few", 20, 8), ("shifted", 30, 9)):
+        rows = marked_rows(n, seed)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return "model"
+
+
+def read(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_compare_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare-answers", model, "--data", "fresh.jsonl", "--shifted", "shifted.jsonl", "--samples", "2"]
+    assert main([*command, "--plot", "risk.png", "--json"]) == 0
+    found = read(capsys)
+    assert Path("risk.png").read_bytes().startswith(b"\x89PNG")
+    assert found["rows"] == {"test": 100, "shifted": 30, "answers to other prompts": 100}
+    assert found["samples"] == 2
+    scores = {(row["dataset"], row["estimator"]): row for row in found["scores"]}
+    names = {name for _, name in scores}
+    assert {"mean log-probability", "least log-probability", "P(Yes) of the LM", "self-consistency"} <= names
+    assert {"SDM output (states and likelihood)", "SDM: the model's own rule", "SDM: region of the papers"} <= names
+    rule = scores["test", "SDM: the model's own rule"]
+    assert rule["coverage"] > 0.5
+    assert scores["answers to other prompts", "SDM: the model's own rule"]["coverage"] < 0.05
+    assert ("answers to other prompts", "self-consistency") not in scores  # there is nothing to sample
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "Self-consistency writes 2 more answers" in shown
+    assert "held-out prompts rightly" in shown
+
+
+def test_certify_renews_the_certificate_of_a_language_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = SDMLanguageModel.from_pretrained(model, device="cpu").certificate()
+    assert main(["certify", model, "--data", "fresh.jsonl", "--epsilon", "0.02", "--json"]) == 0
+    found = read(capsys)
+    after = SDMLanguageModel.from_pretrained(model, device="cpu").certificate()
+    assert after is not None
+    assert before is not None
+    assert (found["epsilon"], after.epsilon) == (0.02, 0.02)
+    assert after.source == "fresh.jsonl"
+    assert after.prompts == found["prompts"] > 200
+    assert after.usual == before.usual
+    assert main(["certify", model, "--data", "fresh.jsonl"]) == 0
+    assert "will be verified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare-answers", "model", "--data", "few.jsonl"], "20 rows are too few to compare"),
+        (["compare-answers", "model", "--data", "few.jsonl", "--samples", "-1"], "--samples is -1"),
+        (["certify", "model"], "give EMBEDDINGS to certify an estimator, or --data"),
+        (["certify", "model", "x.npz", "--data", "few.jsonl"], "give EMBEDDINGS to certify an estimator, or --data"),
+        (["certify", "model", "--data", "few.jsonl", "--output", "c.json"], "--output does not go with --data"),
+        (["certify", "model", "--data", "few.jsonl", "--delta", "2"], "delta is 2.0"),
+    ],
+)
+def test_bad_input(model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_few_rows_are_named_with_what_is_needed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", model, "--data", "few.jsonl", "--alpha", "0.95", "--json"]) == 0
+    found = read(capsys)
+    assert not found["certified"]
+    assert "held-out prompts are needed" in found["says"] or "would be needed" in found["says"]
