@@ -75,3 +75,35 @@ def effective_sample_size(x, calibration_q_primes, labels, n_classes):
 
 def dkw_epsilon(sizes, alpha):
     return max(math.sqrt(math.log(2 / (1 - alpha)) / (2 * n)) if n else 1.0 for n in sizes)
+
+
+def confidence(z, q):
+    """The log-odds of SDM(z, q, d = 1) at the prediction; minus infinity at q = 0."""
+    if q == 0:
+        return -math.inf
+    outputs = sdm(z, q, 1.0)
+    predicted = max(range(len(z)), key=lambda c: z[c])
+    return math.log(outputs[predicted]) - math.log(sum(p for c, p in enumerate(outputs) if c != predicted))
+
+
+def distance_of_class(x, stored):
+    """d against one class: the share of its stored distances that are not below x."""
+    return 1.0 - sum(s < x for s in stored) / len(stored) if len(stored) else 0.0
+
+
+def ledoit_wolf(points):
+    """The shrunk covariance of centred points (Ledoit and Wolf 2004, equations 5 to 14)."""
+    n, width = points.shape
+    sample = sum(np.outer(x, x) for x in points) / n
+    mu = np.trace(sample) / width
+    delta = ((sample - mu * np.eye(width)) ** 2).sum() / width
+    beta = sum(((np.outer(x, x) - sample) ** 2).sum() for x in points) / n**2 / width
+    shrinkage = min(beta, delta) / delta
+    return (1 - shrinkage) * sample + shrinkage * mu * np.eye(width)
+
+
+def balanced_cross_entropy(z, y):
+    """The mean over classes of the mean of -log softmax(z) at the true class."""
+    losses = [-math.log(math.exp(row[c]) / sum(math.exp(v) for v in row)) for row, c in zip(z, y, strict=True)]
+    by_class = [[loss for loss, c in zip(losses, y, strict=True) if c == k] for k in sorted(set(y))]
+    return sum(sum(own) / len(own) for own in by_class) / len(by_class)
