@@ -36,8 +36,7 @@ class SDMEstimator(Scoring):
     """Says of each prediction whether it can be accepted without a person looking, and why.
 
     Over any embeddings, for any number of classes. The defaults need no setting: columns are standardised, the penalty of
-    the classifier is chosen on the data, eight cross-fitted SDM layers are averaged, and part of the points is held out to
-    certify the rule by which predictions are accepted. `SDMEstimator.published()` has the settings of the papers.
+    the classifier is chosen on the data, cross-fitted SDM layers are averaged, and part of the points is held out to certify the rule by which predictions are accepted. `SDMEstimator.published()` has the settings of the papers.
 
     Parameters
     ----------
@@ -52,12 +51,12 @@ class SDMEstimator(Scoring):
     rule : {"certified", "region", "region lower"}, default="certified"
         What decides `accepted`: the certified rule, the high-reliability (HR) region of the papers, or HR lower.
     combine : {"average", "best", "all"}, default="average"
-        Average pairs of cross-fitted layers; or keep the best of `rounds` layers, as published; or keep all and accept what
+        Average cross-fitted layers; or keep the best of `rounds` layers, as published; or keep all and accept what
         all of them accept as the same class (an ensemble).
     distance : {"whitened", "exemplar"}, default="whitened"
         Where Distance is measured: in whitened h, or between exemplar vectors h', as published.
     rounds : int, optional
-        Pairs of layers to average (default 4), or rounds to choose from (default 1).
+        Random partitions whose layers are averaged (default 4), or rounds to choose from (default 1).
     learning_rate, epochs, exemplar_dim : optional
         With a learning rate, layers are trained by Adam with the SDM loss, as published, for so many epochs and with
         exemplar vectors so wide (default 200 and 1000). Without, they are the minimum of a convex loss.
