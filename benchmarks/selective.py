@@ -18,79 +18,25 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from selective_data import DataSet, data_sets
-from sklearn.model_selection import StratifiedKFold
 
 from sdmlm import SDMEstimator
-from sdmlm.estimator.acceptance import Evidence, certify_rule, least_points
+from sdmlm.estimator.acceptance import Promise, least_points
 from sdmlm.estimator.validation import held_out_split
-from sdmlm.evaluation.embedding_baselines import (
-    EmbeddingBaseline,
-    IsotonicScore,
-    KNNDistance,
-    LogisticRegressionScore,
-    Mahalanobis,
-    PlattScore,
-    RelativeMahalanobis,
-    TemperatureScore,
-    fit_logistic,
-)
+from sdmlm.evaluation.certified import rival_methods, sdm_method
 from sdmlm.evaluation.metrics import aurc, auroc, fpr_at_95, shift_auroc
 
 ALPHA, DELTA = 0.95, 0.05
+PROMISES: tuple[Promise, ...] = ("overall", "predicted")
 DEVELOPMENT = ("digits", "breast cancer", "3% label noise", "20 classes", "6 classes in clusters", "moons",
                "docstrings-minilm", "polarity-minilm")  # fmt: skip
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Scored = tuple[Floats, Ints]  # (score, prediction)
-Method = tuple[Scored, Callable[[Any], Scored], Ints]  # out-of-sample (score, prediction), scorer, labels of the former
-
-OUT_OF_FOLD: dict[str, type[EmbeddingBaseline]] = {
-    "logistic regression": LogisticRegressionScore,
-    "k-NN distance": KNNDistance,
-    "Mahalanobis": Mahalanobis,
-    "relative Mahalanobis": RelativeMahalanobis,
-}
-CALIBRATED: dict[str, type[EmbeddingBaseline]] = {
-    "temperature": TemperatureScore,
-    "Platt": PlattScore,
-    "isotonic": IsotonicScore,
-}
-
-
-def rivals(X: Any, y: Ints, seed: int) -> dict[str, Method]:
-    """Each rival fitted on all of X, with out-of-sample scores that choose the candidate thresholds.
-
-    Scores that need no calibration points get theirs by cross-validation; the others keep a fifth of X to calibrate on.
-    """
-    methods: dict[str, Method] = {}
-    model = fit_logistic((X, y))
-    folds = list(
-        StratifiedKFold(max(2, min(5, int(np.bincount(y).min()))), shuffle=True, random_state=seed).split(X, y)
-    )
-    fold_models = [fit_logistic((X[a], y[a])) for a, _ in folds]
-    for name, kind in OUT_OF_FOLD.items():
-        scores, predictions = np.empty(len(y)), np.empty(len(y), dtype=np.int64)
-        for fold_model, (a, b) in zip(fold_models, folds, strict=True):
-            part = kind(fold_model, (X[a], y[a]), ALPHA).fit(X[b], y[b])
-            scores[b], predictions[b] = part.score(X[b]), part.accept(X[b])[0]
-        whole = kind(model, (X, y), ALPHA).fit(X, y)
-        methods[name] = (scores, predictions), _scorer(whole), y
-    a, b = folds[0]
-    for name, kind in CALIBRATED.items():
-        one = kind(fold_models[0], (X[a], y[a]), ALPHA).fit(X[b], y[b])
-        methods[name] = _scorer(one)(X[b]), _scorer(one), y[b]
-    return methods
-
-
-def _scorer(method: EmbeddingBaseline) -> Callable[[Any], Scored]:
-    return lambda X: (np.asarray(method.score(X)), np.asarray(method.accept(X)[0]))
 
 
 def run(data: DataSet, seed: int) -> list[dict[str, Any]]:
@@ -115,15 +61,6 @@ def run(data: DataSet, seed: int) -> list[dict[str, Any]]:
     seconds = time.perf_counter() - start
     scores = estimator.score(X_test)
     shifted = {name: estimator.score(x) for name, (x, _) in shifts.items()}
-    line = {**head, "method": "SDM", "seconds": seconds, **_quality(scores.confidence, scores.prediction, y_test)}
-    for promise in ("overall", "predicted"):
-        rule = certify_rule(*_evidence(estimator, X_held, y_held), n_classes, alpha=ALPHA, delta=DELTA, promise=promise)  # type: ignore[arg-type]
-        line |= _outcome(promise, rule.accepts(scores), scores.prediction == y_test)
-        wrong = [(rule.accepts(s) & (s.prediction != shifts[name][1])).mean() for name, s in shifted.items()]
-        line[f"{promise} shifted"] = float(np.mean(wrong))
-    line["shift AUROC of d"] = float(np.mean([shift_auroc(scores.d, s.d) for s in shifted.values()]))
-    line["shift FPR95 of d"] = float(np.mean([fpr_at_95(scores.d, s.d) for s in shifted.values()]))
-    lines.append(line)
     for name, inside, far in (
         ("SDM, HR region", scores.in_region, [s.in_region for s in shifted.values()]),
         ("SDM, HR lower", scores.accepted_lower, [s.accepted_lower for s in shifted.values()]),
@@ -132,41 +69,26 @@ def run(data: DataSet, seed: int) -> list[dict[str, Any]]:
         wrong = [
             (mask & (s.prediction != shifts[k][1])).mean() for mask, (k, s) in zip(far, shifted.items(), strict=True)
         ]
-        for promise in ("overall", "predicted"):
+        for promise in PROMISES:
             line |= {
                 **_outcome(promise, inside, scores.prediction == y_test),
                 f"{promise} shifted": float(np.mean(wrong)),
             }
         lines.append(line)
-
-    for name, ((score, prediction), scorer, labels) in rivals(X, y, seed).items():
-        start = time.perf_counter()
-        new, guess = scorer(X_test)
-        line = {**head, "method": name, "seconds": time.perf_counter() - start, **_quality(new, guess, y_test)}
-        known = Evidence(score, np.ones(len(score)), prediction, labels)
-        fresh_score, fresh_guess = scorer(X_held) if len(X_held) else (np.empty(0), np.empty(0, dtype=np.int64))
-        held_evidence = Evidence(fresh_score, np.ones(len(fresh_score)), fresh_guess, y_held)
-        away = {k: scorer(x) for k, (x, _) in shifts.items()}
-        for promise in ("overall", "predicted"):
-            settings: dict[str, Any] = {"alpha": ALPHA, "delta": DELTA, "promise": promise, "epsilon": 0.0}
-            rule = certify_rule(known, held_evidence, n_classes, **settings)
-            accepted = rule.accepts(Evidence(new, np.ones(len(new)), guess))
-            line |= _outcome(promise, accepted, guess == y_test)
-            wrong = [
-                (rule.accepts(Evidence(s, np.ones(len(s)), g)) & (g != shifts[k][1])).mean()
-                for k, (s, g) in away.items()
-            ]
+    for name, method in {"SDM": sdm_method(estimator), **rival_methods(X, y, seed)}.items():
+        new, away = method.score(X_test), {k: method.score(x) for k, (x, _) in shifts.items()}
+        line = {**head, "method": name, **_quality(new.confidence, new.predictions, y_test)}
+        for promise in PROMISES:
+            rule = method.rule(X_held, y_held, n_classes, ALPHA, DELTA, promise)
+            line |= _outcome(promise, rule.accepts(new), new.predictions == y_test)
+            wrong = [(rule.accepts(e) & (e.predictions != shifts[k][1])).mean() for k, e in away.items()]
             line[f"{promise} shifted"] = float(np.mean(wrong))
+        if name == "SDM":
+            line["seconds"] = seconds
+            line["shift AUROC of d"] = float(np.mean([shift_auroc(new.d, e.d) for e in away.values()]))
+            line["shift FPR95 of d"] = float(np.mean([fpr_at_95(new.d, e.d) for e in away.values()]))
         lines.append(line)
-    return lines
-
-
-def _evidence(estimator: SDMEstimator, X: Any, y: Ints) -> tuple[Evidence, Evidence]:
-    known = estimator.calibration_evidence()
-    if not len(X):
-        return known, Evidence(np.empty(0), np.empty(0), np.empty(0, dtype=np.int64), y)
-    scores = estimator.score(X)
-    return known, Evidence(scores.confidence, scores.d, scores.prediction, y)
+    return sorted(lines, key=lambda line: line["method"] != "SDM")
 
 
 def _quality(score: Floats, prediction: Ints, y: Ints) -> dict[str, float]:

@@ -156,7 +156,10 @@ def test_bad_tests_are_named_before_anything_is_fitted(monkeypatch: pytest.Monke
 def test_scores_have_a_line_for_every_estimator_and_rival(comparison: EstimatorComparison) -> None:
     rivals = ["logistic regression", "temperature", "Platt", "isotonic", "k-NN distance", "Mahalanobis"]
     keys = [(row.dataset, row.model, row.estimator) for row in comparison.scores.rows]
-    assert [key for key in keys if "logistic" not in key[1]] == list(comparison.decisions)
+    certified = [key for key in keys if key[1] == "certified"]
+    assert {key[2] for key in certified} == {"SDM", *rivals, "relative Mahalanobis"}
+    assert len(certified) == len(TESTS) * len({key[2] for key in certified})
+    assert [key for key in keys if "logistic" not in key[1] and key not in certified] == list(comparison.decisions)
     assert [key[2] for key in keys if key[:2] == ("same", "tiny+logistic regression")] == [
         *rivals,
         "relative Mahalanobis",
@@ -167,7 +170,7 @@ def test_scores_have_a_line_for_every_estimator_and_rival(comparison: EstimatorC
             assert (row.accepted == accepted).all()
             assert (row.correct == (predictions == TESTS[row.dataset].y)).all()
             assert row.measures["coverage"] == accepted.mean()
-        if row.estimator in (
+        if row.model != "certified" and row.estimator in (
             "softmax",
             "temperature",
             "SDM",

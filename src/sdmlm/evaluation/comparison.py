@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sdmlm.estimator.acceptance import least_points
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.region import check_alpha
+from sdmlm.estimator.validation import held_out_split
 from sdmlm.evaluation.baselines import (
     APS,
     RAPS,
@@ -33,12 +35,14 @@ from sdmlm.evaluation.baselines import (
     checked_logits,
     cross_entropy_logits,
 )
+from sdmlm.evaluation.certified import rival_methods, sdm_method
 from sdmlm.evaluation.embedding_baselines import EmbeddingBaseline, embedding_baselines
 from sdmlm.evaluation.metrics import selective_metrics
 from sdmlm.evaluation.score_table import ScoredPoints, ScoreTable
 from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 from sdmlm.storage.artifacts import write_text_atomically
 
+DELTA = 0.05  # of the certificates
 Named = Mapping[str, LogitBaseline | SDMBaseline | EmbeddingBaseline]  # by the name in the table
 
 
@@ -73,7 +77,9 @@ def compare(
     """Fit on `fit_data`, and let every estimator judge each of `tests` (name -> embeddings) at alpha.
 
     Four models predict: the LM by its own logits (only where all files have them), the cross-entropy adaptor, the SDM
-    layer, and a logistic regression over the embeddings. `estimator_parameters` are those of SDMEstimator; the adaptor is trained with the same.
+    layer, and a logistic regression over the embeddings. `estimator_parameters` are those of SDMEstimator as published; the
+    adaptor is trained with the same. The lines "certified" of the scores are SDM with its automatic settings and the rivals
+    under one promise (`sdmlm.evaluation.certified`).
     """
     check_alpha(alpha)
     y = fit_data.labels("The data to fit on")
@@ -125,7 +131,33 @@ def compare(
                 decisions[dataset, model, name] = decided
                 metrics = selective_metrics(labels, *decided, n_classes, bootstrap, seed)
                 rows.append(SelectiveRow(dataset, model, name, metrics))
+    scored += _certified(fit_data, y, tests, alpha, seed, n_classes, estimator.device)
     return EstimatorComparison(SelectiveTable(rows, alpha, names), ScoreTable(scored, alpha), estimator, decisions)
+
+
+def _certified(
+    fit_data: Embeddings,
+    y: NDArray[np.int64],
+    tests: Mapping[str, Embeddings],
+    alpha: float,
+    seed: int,
+    n_classes: int,
+    device: Any,
+) -> list[ScoredPoints]:
+    """SDM with its defaults and the rivals, each with a certified threshold, on the same held-out points."""
+    kept, held = held_out_split(y, least_points(alpha, DELTA), np.random.default_rng([seed, 2**20]))
+    X, labels, X_held, y_held = fit_data.X[kept], y[kept], fit_data.X[held], y[held]
+    estimator = SDMEstimator(alpha=alpha, delta=DELTA, seed=seed, device=device, progress=False)
+    estimator.fit(X, labels, held_out=(X_held, y_held) if len(held) else None)
+    lines = []
+    for name, method in {"SDM": sdm_method(estimator), **rival_methods(X, labels, seed)}.items():
+        rule = method.rule(X_held, y_held, n_classes, alpha, DELTA)
+        for dataset, data in tests.items():
+            evidence = method.score(data.X)
+            finite = np.where(np.isfinite(evidence.confidence), evidence.confidence, -1e9)
+            right = evidence.predictions == data.labels(dataset)
+            lines.append(ScoredPoints(dataset, "certified", name, finite, rule.accepts(evidence), right))
+    return lines
 
 
 def write_comparison(folder: str | Path, comparison: EstimatorComparison) -> list[Path]:
