@@ -132,6 +132,7 @@ def compare(
                 metrics = selective_metrics(labels, *decided, n_classes, bootstrap, seed)
                 rows.append(SelectiveRow(dataset, model, name, metrics))
     scored += _certified(fit_data, y, tests, alpha, seed, n_classes, estimator.device)
+    scored.sort(key=lambda points: list(tests).index(points.dataset))
     return EstimatorComparison(SelectiveTable(rows, alpha, names), ScoreTable(scored, alpha), estimator, decisions)
 
 
