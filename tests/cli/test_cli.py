@@ -242,7 +242,6 @@ BAD = {
     "NaN": ({"X": np.where(np.arange(320).reshape(40, 8) == 77, np.nan, 1.0), "y": points(40)[1]}, "NaN"),
     "infinite": ({"X": np.full((40, 8), np.inf), "y": points(40)[1]}, "infinite"),
     "mismatched lengths": ({"X": points(40)[0], "y": points(39)[1]}, "must match"),
-    "negative labels": ({"X": points(40)[0], "y": points(40)[1] - 1}, "outside the classes"),
     "a vector": ({"X": np.zeros(40), "y": points(40)[1]}, "matrix"),
     "words for vectors": ({"X": np.full((40, 8), "a"), "y": points(40)[1]}, "not numbers"),
     "ids twice": ({"X": points(40)[0], "y": points(40)[1], "ids": np.zeros(40, int)}, "twice"),

@@ -11,6 +11,7 @@ from toy_points import blobs
 from sdmlm import SDMClassifier, SDMEstimator
 from sdmlm.estimator.acceptance import least_points
 from sdmlm.estimator.validation import held_out_split
+from sdmlm.storage.progress import progress_bar as _bar
 
 X, Y = blobs(600, 3, gap=4.0)
 FRESH, FRESH_Y = blobs(400, 3, seed=1, gap=4.0)
@@ -270,3 +271,14 @@ def test_rules_of_many_alphas_are_found_from_one_scoring(fitted, monkeypatch):
     fresh.accepted_at(scores, np.linspace(0.6, 0.99, 300))
     assert sorted(calls) == [10, 180]
     assert len(fresh._rules) <= 256
+
+
+def test_progress_is_shown_on_a_terminal_by_default(monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr("sdmlm.estimator.fitting.progress_bar", lambda enabled: shown.append(enabled) or _bar(False))
+    for estimator in (SDMEstimator(rounds=1), SDMClassifier(rounds=1), SDMClassifier(rounds=1, progress=False)):
+        estimator.fit(X[:100], Y[:100])
+    assert shown == [True, True, False]
+    monkeypatch.undo()
+    SDMClassifier(rounds=1).fit(X[:100], Y[:100])  # no terminal here
+    assert capsys.readouterr() == ("", "")

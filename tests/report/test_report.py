@@ -77,6 +77,46 @@ def page(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
+def test_suspected_label_errors_are_shown(tmp_path: Path) -> None:
+    X, y = blobs(300)
+    X[y == 1] += 3
+    y = y.copy()
+    wrong = list(range(0, 120, 10))
+    y[wrong] = 1 - y[wrong]
+    texts = {i: f"<b>{i}</b>" for i in range(300)}
+    estimator = SDMEstimator(rule="region", rounds=1, progress=False).fit(X, y, documents=texts)
+    write_report(tmp_path / "r.html", estimator, class_names=["bad", "good"])
+    found = page(tmp_path / "r.html")
+    assert "Suspected label errors" in found.text
+    assert "averages over 5 cross-fitted layers" in found.text
+    head = ["id", "label", "suggested", "confidence", "q", "d", "text"]
+    rows = found.rows[found.rows.index(head) + 1 :][:11]
+    listed = [row for row in rows if len(row) == 7 and row[6].startswith("<b>")]
+    assert len(listed) == 10
+    assert {int(row[0]) for row in listed} <= set(wrong)
+    assert all({row[1], row[2]} == {"bad", "good"} and row[6] == f"<b>{row[0]}</b>" for row in listed)
+
+
+def test_report_of_a_certified_rule(tmp_path: Path) -> None:
+    X, y = blobs(400)
+    X[y == 1] += 2
+    estimator = SDMEstimator(alpha=0.9, epsilon=0.1, rounds=2, progress=False).fit(X, y)
+    write_report(tmp_path / "r.html", estimator, class_names=["bad", "good"])
+    found, rule = page(tmp_path / "r.html"), estimator.certificate_
+    accepted = rule.accepts(estimator.calibration_evidence())
+    assert 0.5 < accepted.mean() < 1
+    assert f"the certified rule accepts {accepted.mean():.1%} of the {len(accepted)} calibration points" in found.text
+    assert "with probability at least 0.95, at least 90% of all accepted predictions are right" in found.text
+    far = int((~rule.near_enough(estimator.calibration_.d.numpy())).sum())
+    assert ["given up because d is smaller", f"{far} ({far / len(accepted):.1%})"] in found.rows
+    assert 0.04 < far / len(accepted) <= 0.1  # steps of d are equal for some points
+    layers = [row for row in found.rows if len(row) == 5 and row[0].isdecimal()]
+    assert len(layers) == len(estimator.layers_)
+    write_report(tmp_path / "s.html", estimator, embeddings(60, labels=False), class_names=["bad", "good"])
+    shown = estimator.score(blobs(60, 1)[0]).accepted
+    assert f"accepts {shown.mean():.1%} of the 60 scored points" in page(tmp_path / "s.html").text
+
+
 def test_names_that_matplotlib_would_read_otherwise(estimator: SDMEstimator, tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", estimator, class_names=["a$_$b^$", "_hidden"])
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -105,7 +145,7 @@ def test_report_on_calibration_points(estimator: SDMEstimator, report: Path) -> 
     assert "<b>bad</b>" in found.text
     assert "A <title> & more" in found.text
     assert found.counts["svg"] == found.counts["figure"] == found.counts["figcaption"] == 5
-    assert found.counts["table"] == found.counts["caption"] == 2
+    assert found.counts["table"] == found.counts["caption"] == 3
     ca, region = estimator.layers_[0].calibration, estimator.region_
     inside = region.contains(ca.q_prime, ca.p, ca.predictions)
     assert f"accepts {float(inside.double().mean()):.1%} of the {len(inside)} calibration points" in found.text

@@ -48,7 +48,7 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         device: Any = None,
         max_q: int | None = None,
         index: str = "exact",
-        progress: bool = False,
+        progress: bool = True,
     ) -> None:
         self.alpha = alpha
         self.promise = promise

@@ -60,7 +60,7 @@ class Embeddings:
 def read_embeddings(path: str | Path, class_names: Sequence[str] | None = None) -> Embeddings:
     """Read an embedding file; `class_names` are those of a fitted estimator, default: the labels found, sorted.
 
-    Whole-number labels are class indices as they stand (0..C-1). Any other labels are named classes.
+    Whole-number labels 0..C-1 are class indices as they stand. All others (-1 and 1, 1 to 5, texts) are named classes.
     """
     path = Path(path)
     if not path.is_file():
@@ -102,17 +102,19 @@ def _labels(values: Any, class_names: Sequence[str] | None, path: Path) -> tuple
     if values is None:
         return None, list(class_names or [])
     array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{path} has labels of shape {array.shape}: give one label per row.")
     if array.dtype.kind == "f" and np.isnan(array).any():
         raise ValueError(f"{path} has labels that are missing (NaN): give every row a label.")
     if array.dtype.kind == "f" and (array == np.floor(array)).all():
         array = array.astype(np.int64)
     if array.dtype.kind in "iub":
-        y = array.astype(np.int64)
-        if y.ndim != 1:
-            raise ValueError(f"{path} has labels of shape {y.shape}: give one label per row.")
-        # A label beyond the number of rows is refused when fitting; naming all classes up to it could take gigabytes.
-        found = [str(c) for c in range(min(int(y.max()) + 1, len(y)))]
-        return y, list(class_names or found)
+        found = np.unique(array)
+        if class_names is None:
+            class_names = [str(c) for c in found.astype(int).tolist()]
+        if not all(_is_whole(name) for name in class_names):
+            return array.astype(np.int64), list(class_names)  # indices of the classes of an estimator
+        array = array.astype(int)
     if any(v is None for v in array.tolist()):
         raise ValueError(f"{path} has rows without a label: give every row a label.")
     words = [str(v) for v in array.tolist()]
@@ -121,11 +123,20 @@ def _labels(values: Any, class_names: Sequence[str] | None, path: Path) -> tuple
     return np.array([where.get(word, -1) for word in words]), names
 
 
+def _is_whole(name: str) -> bool:
+    return name.removeprefix("-").isdecimal()
+
+
 def _matrix(values: Any, path: Path, name: str, dtype: Any) -> NDArray[Any] | None:
     if values is None:
         return None
     try:
-        matrix = np.asarray(values, dtype=dtype)
+        with np.errstate(over="ignore"):  # what overflows is infinite, and named when it is used
+            matrix = np.asarray(values, dtype=dtype)
+    except OverflowError as error:
+        raise ValueError(
+            f"{path} has {name} with a number too large for a float: remove or repair that row."
+        ) from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} has {name} of different lengths, or that are not numbers.") from error
     if matrix.ndim != 2 and matrix.size:
@@ -136,15 +147,31 @@ def _matrix(values: Any, path: Path, name: str, dtype: Any) -> NDArray[Any] | No
 def _read_npz(path: Path) -> dict[str, Any]:
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty.")
+    with path.open("rb") as file:
+        if file.read(6) == b"\x93NUMPY":
+            raise ValueError(f"{path} holds a single array, not named ones: write it with np.savez(..., X=X, y=y).")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a readable .npz file: write one with np.savez({path.name!r}, X=X, y=y).")
     try:
-        opened = np.load(path, allow_pickle=False)
-        if not isinstance(opened, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array, not named ones")
-        with opened as archive:
+        with np.load(path, allow_pickle=False) as archive:
             found = {meaning: next((n for n in names if n in archive), None) for meaning, names in _NAMES.items()}
-            return {meaning: archive[name] for meaning, name in found.items() if name is not None}
-    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a readable .npz file (object arrays are refused): {error}.") from error
+            return {meaning: _array(archive, name, path) for meaning, name in found.items() if name is not None}
+    except (OSError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a readable .npz file: {error}.") from error
+
+
+def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = archive[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise ValueError(f"{path}: the array {name} cannot be read ({error}).") from error
+        kind = "float" if name in (*_NAMES["embedding"], *_NAMES["logits"]) else "str"
+        raise ValueError(
+            f"{path}: the array {name} holds Python objects (object arrays are refused): save it as "
+            f"np.asarray({name}, dtype={kind})."
+        ) from error
+    return array
 
 
 def _read_parquet(path: Path) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class SDMEstimator(Scoring):
     """Says of each prediction whether it can be accepted without a person looking, and why.
 
     Over any embeddings, for any number of classes. The defaults need no setting: columns are standardised, the penalty of
-    the classifier is chosen on the data, cross-fitted SDM layers are averaged, and part of the points is held out to certify the rule by which predictions are accepted. `SDMEstimator.published()` has the settings of the papers.
+    the classifier is chosen on the data, cross-fitted SDM layers are averaged, and part of the points is held out to
+    certify the rule by which predictions are accepted. `SDMEstimator.published()` has the settings of the papers.
 
     Parameters
     ----------

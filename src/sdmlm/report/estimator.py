@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from sdmlm.report.plots import View
 
 
+_LABEL_ERRORS = 10  # shown in a report; `sdmlm explain --label-errors` lists more
+
+
 @dataclass(frozen=True)
 class Example:
     """A point to show with its explanation."""
@@ -77,6 +80,7 @@ def write_report(
             page.section("Other values of alpha", _against_alpha(estimator, view, what)),
             page.section("Reliability of the outputs", _reliability(view, what)) if view.labels is not None else "",
             page.section("Training", _history(estimator)),
+            page.section("Suspected label errors", _label_errors(estimator, names)),
             page.section("All estimators by their scores", _compared(compared)) if compared is not None else "",
             page.section("Comparison", "".join(page.comparison(*entry) for entry in tables)) if tables else "",
             page.section("Examples", "".join(_example(e, names) for e in examples)) if examples else "",
@@ -93,7 +97,13 @@ def _headline(
 ) -> str:
     n = len(view)
     accepted, strange = int(view.accepted.sum()), int((view.q == 0).sum())
-    if math.isinf(region.q_min):
+    certified = estimator.rule == "certified"
+    if certified:
+        says = (
+            f"At alpha {region.alpha:g} the certified rule accepts {page.share(accepted, n)} of the {n} {what}: those whose "
+            "confidence and whose Distance d are high enough."
+        )
+    elif math.isinf(region.q_min):
         says = (
             f"At alpha {region.alpha:g} there is no high-reliability region: every point is rejected. More data, a "
             "longer training or a lower alpha may give one."
@@ -110,7 +120,9 @@ def _headline(
     says += " A point that is not accepted is not verified: a person should look. That does not mean that it is wrong."
     if what == "calibration points":
         says += " These points chose the thresholds, so new points can fare worse."
-    if len(estimator.layers_) > 1:
+    if estimator.combine == "average":
+        says += f" All figures are averages over {len(estimator.layers_)} cross-fitted layers."
+    elif len(estimator.layers_) > 1:
         says += f" (An ensemble of {len(estimator.layers_)} models; the plots show the best one.)"
     facts = [
         ["alpha", f"{region.alpha:g}"],
@@ -122,7 +134,18 @@ def _headline(
         ["calibration points", str(len(estimator.calibration_.labels))],
         ["balanced calibration loss", page.number(estimator.loss_)],
     ]
-    body = f"<p class='lead'>{page.text(says)}</p>" + page.table("In numbers", None, facts)
+    body = f"<p class='lead'>{page.text(says)}</p>"
+    if certified:
+        rule = estimator.certificate_
+        body += f"<p>{page.text('The estimator: ' + rule.sentence(names))}</p>"
+        near = rule.near_enough(view.d)
+        low, far = int((near & ~view.accepted).sum()), int((~near).sum())
+        facts[1:2] = [
+            ["least Distance d", page.number(rule.least_distance)],
+            ["given up because d is smaller", f"{far} ({page.share(far, n)})"],
+            ["given up because the confidence is too low", f"{low} ({page.share(low, n)})"],
+        ]
+    body += page.table("In numbers", None, facts)
     title = "The SDM layer over its calibration points" if what == "calibration points" else "At a glance"
     return page.section(title, body + _by_class(region, view, what, names))
 
@@ -191,9 +214,13 @@ def _distributions(estimator: SDMEstimator, view: View | None, names: Sequence[s
 def _against_alpha(estimator: SDMEstimator, view: View, what: str) -> str:
     caption = (
         f"What other values of alpha would admit of the {what}, and how accurate that would be; the dashed line is "
-        "the alpha in use. At a low alpha the share can grow with alpha: psi is itself the (1 - alpha) quantile, so "
-        "a low alpha cuts off more of each class."
+        "the alpha in use."
     )
+    if estimator.rule != "certified":
+        caption += (
+            " At a low alpha the share can grow with alpha: psi is itself the (1 - alpha) quantile, so a low alpha cuts "
+            "off more of each class."
+        )
     if view.labels is not None:
         caption += " Accuracy should stay above the dotted diagonal for the worst class too."
     return page.figure(
@@ -235,11 +262,53 @@ def _redundant(row: ScoredPoints) -> bool:
 
 
 def _history(estimator: SDMEstimator) -> str:
+    if not any("epoch" in row for row in estimator.history_):
+        return _layers(estimator)
     caption = (
         "Loss and calibration accuracy by epoch, of the best round. The weights of the epoch with the lowest balanced "
         "calibration loss were kept (dotted line)."
     )
     return page.figure("hist", plots.training_history(estimator), "Training history", caption)
+
+
+def _layers(estimator: SDMEstimator) -> str:
+    """What came of each layer, where there are no epochs: the minimum of a convex loss was computed."""
+    head = ["layer", "inverse penalty", "width of h'", "balanced calibration loss", "calibration accuracy"]
+    rows = [
+        [
+            str(i),
+            page.number(row["inverse_penalty"]),
+            f"{row['exemplar_dim']:.0f}",
+            page.number(row["calibration_loss"]),
+            f"{row['calibration_accuracy']:.1%}",
+        ]
+        for i, row in enumerate((layer.history[-1] for layer in estimator.layers_), start=1)
+    ]
+    return page.table("Layers, each over the points that it was not fitted on", head, rows)
+
+
+def _label_errors(estimator: SDMEstimator, names: Sequence[str]) -> str:
+    errors = estimator.label_errors(_LABEL_ERRORS)
+    if not errors:
+        return "<p>No label of a calibration point contradicts its neighbourhood.</p>"
+    head = ["id", "label", "suggested", "confidence", "q", "d", "text"]
+    rows = [
+        [
+            str(error.id),
+            names[error.label],
+            names[error.prediction],
+            f"{error.confidence:.2f}",
+            page.number(error.q),
+            f"{error.d:.2f}",
+            error.text or "",
+        ]
+        for error in errors
+    ]
+    if not any(error.text for error in errors):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return page.table(
+        "Calibration points whose label contradicts a dense neighbourhood, the most suspicious first", head, rows
+    )
 
 
 def _example(example: Example, names: Sequence[str]) -> str:

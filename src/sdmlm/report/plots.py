@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
-from sdmlm.estimator.layer import ALPHA_GRID, activate
+from sdmlm.estimator.acceptance import Evidence
+from sdmlm.estimator.layer import ALPHA_GRID, activate, confidence_of
 from sdmlm.estimator.region import membership
 from sdmlm.evaluation import metrics
 
@@ -79,11 +80,19 @@ class View:
         """Which predictions are right (all, where there are no labels to say otherwise)."""
         return np.ones(len(self), dtype=bool) if self.labels is None else self.predictions == self.labels
 
+    def evidence(self) -> Evidence:
+        """What a certified rule looks at."""
+        confidence = confidence_of(torch.from_numpy(self.z), torch.from_numpy(self.q)).numpy()
+        return Evidence(confidence, self.d, self.predictions, self.labels)
+
 
 def calibration_view(estimator: SDMEstimator) -> View:
     """The calibration points of the best round."""
     ca = estimator.calibration_
-    accepted = estimator.region_.contains(ca.q_prime, ca.p, ca.predictions)
+    if estimator.rule == "certified":
+        accepted = torch.from_numpy(estimator.certificate_.accepts(estimator.calibration_evidence()))
+    else:
+        accepted = estimator.region_.contains(ca.q_prime, ca.p, ca.predictions)
     tensors = (ca.labels, ca.predictions, ca.z, ca.p, ca.q, ca.d, ca.d_nearest, ca.q_prime, accepted)
     return View(*(t.numpy() for t in tensors))
 
@@ -209,7 +218,10 @@ def _ecdf(axes: Any, values: NDArray[np.float64], **style: Any) -> None:
 def against_alpha(estimator: SDMEstimator, view: View) -> Figure:
     """Left: the admitted share against alpha; right: accuracy among the admitted, overall and of the worst class."""
     alphas = np.array(ALPHA_GRID)
-    accepted = membership([estimator.region(a) for a in ALPHA_GRID], view.q_prime, view.p, view.predictions)
+    if estimator.rule == "certified":
+        accepted = np.stack([estimator.certified_rule(a).accepts(view.evidence()) for a in ALPHA_GRID], axis=1)
+    else:
+        accepted = membership([estimator.region(a) for a in ALPHA_GRID], view.q_prime, view.p, view.predictions)
     figure = Figure(figsize=(9.2, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(alphas, accepted.mean(axis=0), color=BLUE, linewidth=1.8)

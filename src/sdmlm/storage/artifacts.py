@@ -145,13 +145,16 @@ def none_as_infinity(value: float | None) -> float:
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
-    """Replace a text file in one step; an OSError (a full disk, say) leaves the old one."""
+    """Replace a text file in one step; an OSError (a full disk, say) names the file and leaves the old one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-        _flush(partial)
-        os.replace(partial, path)
+    try:
+        with _temporary(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+            _flush(partial)
+            os.replace(partial, path)
+    except OSError as error:  # which names the temporary file, or none where the disk is full
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_metadata(path: Path, metadata: Mapping[str, Any], indent: int | None = None) -> None:

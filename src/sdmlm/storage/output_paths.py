@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,8 +44,12 @@ def check_artifact_folder(folder: str | Path, kind: str, force: bool = False) ->
 def _check_writable(folder: Path) -> None:
     """Whether files can be made in a folder, or the folder itself in the nearest one that exists."""
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{existing} cannot be written to: name another place.")
+    try:
+        # Permissions do not tell: root may do everything and still not write to a read-only disk.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{existing} cannot be written to ({error.strerror}): name another place.") from error
 
 
 @contextlib.contextmanager

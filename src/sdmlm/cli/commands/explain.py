@@ -13,13 +13,16 @@ from sdmlm.storage.text_files import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.estimator.explain import Exemplar, Explanation
 
 EXAMPLES = """\
   sdmlm explain runs/estimator test.npz
   sdmlm explain runs/estimator test.npz --rows 0,3,7-9 -k 3
-  sdmlm explain runs/estimator test.npz --rows 12 --json | jq '.[0].exemplars'"""
+  sdmlm explain runs/estimator test.npz --rows 12 --json | jq '.[0].exemplars'
+  sdmlm explain runs/estimator --label-errors"""
 _DEFAULT_ROWS = 5
+_DEFAULT_LABEL_ERRORS = 20
 _TEXT_WIDTH = 60
 
 
@@ -28,23 +31,34 @@ def add(subparsers: Any) -> None:
     help = "explain decisions: a sentence, the nearest training documents, calibration peers"
     parser = common.add_command(subparsers, "explain", help, EXAMPLES)
     parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
-    parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP + "; labels are optional")
+    embeddings = common.EMBEDDINGS_HELP + "; labels are optional"
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", nargs="?", help=embeddings)
+    parser.add_argument(
+        "--label-errors", action="store_true", help="list fitted points whose label looks wrong, instead of EMBEDDINGS"
+    )
     parser.add_argument("--rows", metavar="ROWS", help=f"rows from 0, e.g. 0,3,7-9 (the first {_DEFAULT_ROWS})")
-    parser.add_argument("-k", type=int, default=5, metavar="K", help="exemplars and peers of each row (5)")
+    parser.add_argument("-k", type=int, metavar="K", help="exemplars and peers of each row (5); label errors (20)")
     parser.add_argument("--json", action="store_true", help="print the explanations as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Explain the rows asked for."""
+    """Explain the rows asked for, or list suspected label errors."""
     from sdmlm.estimator.embedding_files import read_embeddings
 
-    if args.k < 1:
+    if args.k is not None and args.k < 1:
         raise ValueError(f"-k is {args.k} but must be at least 1.")
+    if args.label_errors and (args.embeddings is not None or args.rows is not None):
+        raise ValueError("--label-errors is about the fitted points: leave out EMBEDDINGS and --rows.")
+    if not args.label_errors and args.embeddings is None:
+        raise ValueError("EMBEDDINGS is missing: name a file with rows to explain, or give --label-errors.")
     estimator, names = common.load_estimator(args.estimator)
+    if args.label_errors:
+        _label_errors(args, estimator, names)
+        return
     data = read_embeddings(args.embeddings, names)
     rows = parse_rows(args.rows, len(data))
-    explanations = estimator.explain(data.X[rows], args.k)
+    explanations = estimator.explain(data.X[rows], args.k or 5)
     if args.json:
         entries = []
         for i, e in zip(rows, explanations, strict=True):
@@ -56,6 +70,33 @@ def run(args: argparse.Namespace) -> None:
     for i, e in zip(rows, explanations, strict=True):
         text = data.texts[i] if data.texts else None
         show(out, f"Row {i} (id {data.ids[i]})", text, e, names)
+
+
+def _label_errors(args: argparse.Namespace, estimator: SDMEstimator, names: Sequence[str]) -> None:
+    errors = estimator.label_errors(args.k or _DEFAULT_LABEL_ERRORS)
+    if args.json:
+        rows = []
+        for error in errors:
+            values = dataclasses.asdict(error)
+            named = {"id": values.pop("id"), "label": names[values.pop("label")]}
+            rows.append({**named, "suggested": names[values.pop("prediction")], **values})
+        common.print_json(rows)
+        return
+    from rich.text import Text
+
+    out = common.console(args)
+    if not errors:
+        out.print("No label contradicts its neighbourhood.")
+        return
+    texts = any(error.text for error in errors)
+    columns = ("id", "label", "suggested", "confidence", "q", "d", *(["text"] if texts else []))
+    table = common.rich_table("Suspected label errors", columns, left=("id", "label", "suggested", "text"))
+    for error in errors:
+        cells = [visible(str(error.id)), names[error.label], names[error.prediction], f"{error.confidence:.2f}"]
+        cells += [f"{error.q:.4g}", f"{error.d:.2f}", *([_one_line(error.text or "")] if texts else [])]
+        table.add_row(*map(Text, cells))
+    out.print(table)
+    out.print("Points that are confidently predicted as another class by layers that were not fitted on them.")
 
 
 def parse_rows(text: str | None, n: int) -> list[int]:
