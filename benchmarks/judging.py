@@ -33,6 +33,7 @@ from sdmlm import SDMConfig, SDMLanguageModel
 from sdmlm.finetuning.final_layer import fit_final_layer, save_final_layer
 from sdmlm.language_model.decoding import generate
 from sdmlm.language_model.encoding import Encoder
+from sdmlm.language_model.likelihood import LikelihoodReader
 from sdmlm.language_model.reading import embed_sequences
 from sdmlm.language_model.summary import GenerationReader
 from sdmlm.rewards import exact_match
@@ -94,8 +95,9 @@ def share_of_judging(lm: SDMLanguageModel, plain: Callable[[], Any], judged: Cal
         plain()
         needed = len(passes)
         passes.clear()
+        reader = LikelihoodReader if lm.reads_likelihood else GenerationReader
         for name in ("begin", "step", "keep", "rest", "finish"):
-            stack.enter_context(patch.object(GenerationReader, name, timed(getattr(GenerationReader, name), add)))
+            stack.enter_context(patch.object(reader, name, timed(getattr(reader, name), add)))
         stack.enter_context(patch.object(lm, "judge", timed(lm.judge, add)))
         whole, _ = seconds(judged)
     judging = spent[0] + sum(passes[needed:])

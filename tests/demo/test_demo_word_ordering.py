@@ -39,6 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_it_writes_everything(demo: tuple[Path, str]) -> None:
     folder, _ = demo
     names = {"ce_hn", "sdm_hn", "data", "demo.json", "report.html", "tables.csv", "tables.json", "tables.tex"}
+    names |= {"verified", "answers.json"}
     assert {p.name for p in folder.iterdir()} == names == OURS - {".before"}
     for setting in ("ce_hn", "sdm_hn"):
         assert not list((folder / setting).glob("checkpoint-*"))
@@ -49,6 +50,19 @@ def test_it_writes_everything(demo: tuple[Path, str]) -> None:
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Answers of the SDM language model" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_own_answers_are_verified_and_answers_to_other_prompts_are_not(demo: tuple[Path, str]) -> None:
+    folder, shown = demo
+    lm = SDMLanguageModel.from_pretrained(folder / "verified", device="cpu")
+    assert lm.alpha == 0.95
+    assert lm.answer_certificate is not None
+    assert lm.answer_certificate.sentence()[:40] in " ".join(shown.split())
+    scores = json.loads((folder / "answers.json").read_text(encoding="utf-8"))["scores"]
+    coverage = {row["dataset"]: row["coverage"] for row in scores if row["estimator"] == "SDM: the model's own rule"}
+    assert set(coverage) == {"test", "shifted", "answers to other prompts"}
+    assert coverage["answers to other prompts"] <= 0.02
+    assert coverage["shifted"] <= 0.1
 
 
 def test_the_readme_uses_its_model(demo: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,9 @@ def test_feedback_ends_the_certificate_until_it_is_undone(lm: SDMLanguageModel) 
 
 def test_the_certificate_is_saved_with_the_model(lm: SDMLanguageModel, tmp_path: Path) -> None:
     lm.save_pretrained(tmp_path / "copy")
+    card = (tmp_path / "copy" / "README.md").read_text()
+    assert "## What is promised" in card
+    assert "not for text by others" in card
     assert SDMLanguageModel.from_pretrained(tmp_path / "copy", device="cpu").certificate() == lm.certificate()
 
 

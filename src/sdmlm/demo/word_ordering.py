@@ -27,7 +27,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sdmlm.demo import SENTENCES, SENTENCES_SEED
+from sdmlm.demo import SENTENCES, SENTENCES_SEED, verified
 from sdmlm.demo.sentences import settled_sentences
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
 from sdmlm.experiments.evaluate import evaluate, generation_length
@@ -47,7 +47,16 @@ REPORT = "report.html"  # written last
 SEED = 0
 LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
 TABLES = ("tables.csv", "tables.json", "tables.tex")
-OURS = {MARK, BEFORE, REPORT, "data", *LABELS, *TABLES}  # all that a demo has in its folder
+OURS = {
+    MARK,
+    BEFORE,
+    REPORT,
+    "data",
+    verified.VERIFIED,
+    verified.COMPARISON,
+    *LABELS,
+    *TABLES,
+}  # all that a demo has in its folder
 LOSSES = {"ce_hn": "ce", "sdm_hn": "sdm"}
 ALPHA = 0.9
 # Chosen on the calibration rows and a development set; recipes/demo holds the same.
@@ -100,7 +109,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     for name, rows in splits.items():
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_text_atomically(home / "data" / f"{name}.jsonl", "".join(lines))
-    runs, examples = [], []
+    runs, region_examples = [], []
     for setting in _fine_tune(home, FAST_TRAINING if fast else TRAINING, out):
         # What takes seconds to import, only now: the trainings are at work meanwhile.
         from sdmlm.demo.one_thread import one_thread
@@ -110,11 +119,16 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         with one_thread():
             evaluations = {name: _evaluate(lm, home, setting, name, splits[name]) for name in ("test", "shifted")}
             if setting == "sdm_hn":
-                examples = pick_examples(lm, evaluations, splits)
+                region_examples = pick_examples(lm, evaluations, splits)
         record = read_record(home / setting)
         assert record is not None  # it has just been written
         runs.append(Run("demo", setting, LABELS[setting], SEED, evaluations, record["log_history"]))
     runs.sort(key=lambda run: list(LABELS).index(run.setting))  # whichever was done first
+    out.print("A second SDM layer learns from the language model's own answers; then all scores are compared.")
+    with one_thread():
+        lm = verified.make_verified(home / "sdm_hn", home / "data" / "calibration.jsonl", home / verified.VERIFIED)
+        comparison = verified.compared(lm, splits)
+        examples = verified.examples_of(lm, splits)
     from sdmlm.experiments.tables import tables
     from sdmlm.report.replication import write_report
 
@@ -122,17 +136,30 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     out.print(Text(f"\n{reading}\n", style="italic"))
     for table in found.rich():
         out.print(table)
-    for comparison in found.comparisons:
-        out.print(Text("\n" + comparison.statement()))
+    for pair in found.comparisons:
+        out.print(Text("\n" + pair.statement()))
+    for title, row, verification in region_examples:
+        _show(out, title, row, verification)
+    own = verified.READING.format(alpha=verified.ALPHA)
+    out.print(Text(f"\n{own}\n", style="italic"))
+    out.print(comparison.table.rich())
+    certificate = lm.certificate()
+    promise = "" if certificate is None else certificate.sentence()
+    out.print(Text(promise))
     for title, row, verification in examples:
         _show(out, title, row, verification)
     for name, text in zip(TABLES, (found.csv(), json.dumps(found.json(), indent=1), found.latex()), strict=True):
         write_text_atomically(home / name, text)
-    more = [("Answers of the SDM language model", _examples_html(examples))]
+    write_text_atomically(home / verified.COMPARISON, json.dumps(comparison.json(), indent=1))
+    first = [
+        ("Which answers can be used?", f"<p>{html.escape(own)}</p>" + verified.comparison_html(comparison)),
+        ("Four answers and why", f"<p>{html.escape(promise)}</p>" + _examples_html(examples)),
+    ]
+    more = [("Answers of the SDM language model", _examples_html(region_examples))]
     intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
-    write_report(home / REPORT, runs, found, "An SDM language model comes to life", more, intro=intro)
+    write_report(home / REPORT, runs, found, "An SDM language model comes to life", more, intro=intro, first=first)
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / REPORT} for plots. Try next:", markup=False)
-    for line in (f"sdmlm chat {home / 'sdm_hn'}", f"sdmlm serve {home / 'sdm_hn'}"):
+    for line in (f"sdmlm chat {home / verified.VERIFIED}", f"sdmlm serve {home / verified.VERIFIED}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)
     return found
 

@@ -49,6 +49,7 @@ This needs sdmlm with its extra `lm`. `AutoModelForCausalLM.from_pretrained` ope
 LIMITS = """\
 ## Limits
 
+- Where nothing is promised above, verified means: accepted with the verdict {yes}.
 - Accepted means: in the high-reliability region, where accuracy is *estimated* to be at least alpha for each class. The
   estimate is from data like the calibration data; under a shift it can fail.
 - The LM's own next token after `{open}` is not the verdict. Without the SDM layer it is no more reliable than a softmax.
@@ -61,7 +62,15 @@ LIMITS = """\
 def model_card(lm: SDMLanguageModel, name: str) -> str:
     """The card of a model of this name, as Markdown."""
     head = HEAD.format(yes=lm.tags.yes, no=lm.tags.no, name=name)
-    parts = [head, _tests(lm), _layer(lm), _searches(lm), _data(lm), LIMITS.format(open=lm.tags.open)]
+    parts = [
+        head,
+        _certificate(lm),
+        _tests(lm),
+        _layer(lm),
+        _searches(lm),
+        _data(lm),
+        LIMITS.format(open=lm.tags.open, yes=lm.tags.yes),
+    ]
     return "\n".join(part for part in parts if part) + f"\n{WRITTEN_BY} {__version__}.\n"
 
 
@@ -120,6 +129,12 @@ def _layer(lm: SDMLanguageModel) -> str:
             "",
         ]
     )
+
+
+def _certificate(lm: SDMLanguageModel) -> str:
+    """What is promised about verified answers, where there is a certificate."""
+    certificate = lm.certificate(None if lm.answer_certificate is None else min(lm.alpha, lm.answer_certificate.alpha))
+    return "" if certificate is None else f"## What is promised\n\n{certificate.sentence()}\n"
 
 
 def _tests(lm: SDMLanguageModel) -> str:

@@ -37,12 +37,14 @@ def write_report(
     title: str = "SDM language models: replication",
     more: Sequence[tuple[str, str]] = (),
     intro: str = "",
+    first: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write the page in one step; `intro` stands on top, `more` are further sections, as (title, HTML)."""
+    """Write the page in one step; `intro` stands on top, `first` and `more` are further sections, as (title, HTML)."""
     published = all(run.task == "word_ordering" for run in runs)  # the paper's figures are about nothing else
     with matplotlib.rc_context(plots.STYLE):
         sections = [
             f"<p>{page.text(intro)}</p>" if intro else "",
+            *(page.section(*section) for section in first),
             page.section("At a glance", _glance(runs, tables)),
             page.section("By alpha", _by_alpha(runs, tables)),
             page.section(

@@ -1,0 +1,90 @@
+"""The demo's second half: the SDM layer over the LM's own answers, certified, beside its rivals (docs/method.md, 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sdmlm.experiments.answer_comparison import AnswerComparison
+    from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.generation.verification import Verification
+
+VERIFIED, COMPARISON = "verified", "answers.json"
+ALPHA = 0.95
+LAYER: dict[str, Any] = {"alpha": ALPHA, "summary": "states+likelihood", "documents": "own"}
+LOOKED_AT = 300  # answers among which examples are looked for
+READING = (
+    "Which score tells the language model's right answers from its wrong ones? Each gets the same certificate: the loosest "
+    "threshold with which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
+    "accepted. A certificate says nothing about inputs of another kind: see what each accepts of the shifted answers and of right "
+    "answers to other prompts, all of which are wrong here. The model's own rule asks also that the likelihood of an answer is "
+    "usual, as does the line with the mean log-probability and the usual likelihood."
+)
+
+Example = tuple[str, Mapping[str, str], "Verification"]
+
+
+def make_verified(model: Path, calibration: Path, output: Path) -> SDMLanguageModel:
+    """A copy of a model whose SDM layer is fitted over own answers, with a certificate at alpha 0.95."""
+    from sdmlm.finetuning.calibration import CalibrationRun, calibrate
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+    calibrate(CalibrationRun(str(model), str(calibration), str(output), changes={**LAYER, "use_cpu": True}))
+    return SDMLanguageModel.from_pretrained(output, device="cpu")
+
+
+def compared(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str, str]]]) -> AnswerComparison:
+    """The scores on the demo's test and shifted rows. Self-consistency, which costs many answers, is left out."""
+    from sdmlm.experiments.answer_comparison import compare_answers
+
+    return compare_answers(lm, splits["test"], splits["shifted"], samples=0, progress=False)
+
+
+def examples_of(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Example]:
+    """The first answer of each kind, not picked by hand; a kind without an answer is left out."""
+    from sdmlm.experiments.evaluate import generation_length
+
+    wanted = {
+        "test": {
+            "A verified answer": lambda right, verified: right and verified,
+            "A right answer that is not verified: caution has its price": lambda right, verified: (
+                right and not verified
+            ),
+            "An error that was caught": lambda right, verified: not right and not verified,
+        },
+        "shifted": {
+            "A far longer sentence, unlike all known ones, that was caught": lambda right, verified: not verified
+        },
+    }
+    shown: list[Example] = []
+    for name, kinds in wanted.items():
+        rows = splits[name][:LOOKED_AT]
+        length = generation_length(lm, splits[name])
+        prompts = [row["prompt"] for row in rows]
+        answers = lm.generate(prompts, max_new_tokens=length, neighbors=2, progress=False)
+        for title, fits in kinds.items():
+            pairs = zip(rows, answers, strict=True)
+            found = next(((row, a) for row, a in pairs if fits(a.text.strip() == row["chosen"], a.verified)), None)
+            if found is not None:
+                shown.append((title, *found))
+    return shown
+
+
+def comparison_html(comparison: AnswerComparison) -> str:
+    """The risk-coverage picture of the test answers, then the table."""
+    import matplotlib
+
+    from sdmlm.experiments.answer_comparison import TEST
+    from sdmlm.report import page, plots
+
+    rows = [row for row in comparison.table.rows if row.dataset == TEST]
+    caption = (
+        "If the answers with the highest scores are accepted: the share of errors among them (risk) against the share accepted "
+        "(coverage). Lower is better. A dot is what is accepted; the dotted line is the risk that alpha allows."
+    )
+    with matplotlib.rc_context(plots.STYLE):
+        drawn = plots.risk_coverage(rows, comparison.table.alpha)
+        picture = page.figure("answers", drawn, "Risk against coverage of the test answers", caption)
+    return picture + page.scores("All scores on the same answers", comparison.table)
