@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_lm import copy_rows, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
@@ -387,3 +388,24 @@ def test_generation_sees_the_prompt_that_training_sees(encoder: Encoder, monkeyp
     for n, row in enumerate(rows):
         whole = cutting.encode(row["prompt"], max(row["chosen"], row["rejected"], key=len), True)
         assert seen[n] == whole.input_ids[: whole.labels.index(next(x for x in whole.labels if x != -100))]
+
+
+def test_some_negatives_are_right_answers_to_other_prompts() -> None:
+    rows = copy_rows(60, 0)
+    encoder = Encoder(tiny_tokenizer(), max_length=64)
+    plain = HardNegatives(NegativePolicy(0.5, 0.0, 0.0), exact_match, max_new_tokens=9)
+    some = HardNegatives(NegativePolicy(0.5, 0.0, 0.0, gamma_other=0.5), exact_match, max_new_tokens=9)
+    before = plain.documents(rows, range(60), 1, encoder)
+    after = some.documents(rows, range(60), 1, encoder)
+    assert before == plain.documents(rows, range(60), 1)
+    others = [d for d in after if d.source == "other"]
+    assert 5 < len(others) < 25
+    for document in others:
+        assert not document.positive
+        assert document.completion != rows[document.row]["chosen"]
+        assert document.completion in {row["chosen"] for row in rows}
+    assert all(b == a for b, a in zip(before, after, strict=True) if a.source != "other")
+    lenient = HardNegatives(some.policy, lambda prompts, **_: [1] * len(prompts), max_new_tokens=9)
+    assert all(d.source != "other" for d in lenient.documents(rows, range(60), 1, encoder))
+    with pytest.raises(ValueError, match="gamma_other is 2"):
+        NegativePolicy(gamma_other=2)

@@ -99,6 +99,10 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     )
     gamma_gen: float = field(default=0.5, metadata={"help": "Probability that a negative is generated."})
     gamma_diversity: float = field(default=0.5, metadata={"help": "Probability that a generated negative is used."})
+    gamma_other: float = field(
+        default=0.0,
+        metadata={"help": "Probability that a negative is the right answer to another prompt; not in the paper."},
+    )
     temperature: float = field(
         default=0.0, metadata={"help": "Sampling temperature for generated negatives; 0 is greedy."}
     )
@@ -164,7 +168,9 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         self._check_numbers()
         self._check_estimator()
-        NegativePolicy(self.gamma_plus, self.gamma_gen, self.gamma_diversity)  # refuses what is no probability
+        NegativePolicy(
+            self.gamma_plus, self.gamma_gen, self.gamma_diversity, gamma_other=self.gamma_other
+        )  # refuses what is no probability
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()

@@ -40,9 +40,10 @@ class NegativePolicy:
     gamma_diversity: float = 0.5
     seed: int = 0
     first_epoch: int = 2
+    gamma_other: float = 0.0  # that a negative is the right answer to another prompt; not in the paper
 
     def __post_init__(self) -> None:
-        for name in ("gamma_plus", "gamma_gen", "gamma_diversity"):
+        for name in ("gamma_plus", "gamma_gen", "gamma_diversity", "gamma_other"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be a probability between 0 and 1.")
 
@@ -54,6 +55,15 @@ class NegativePolicy:
         # set aside need not be made. The documents are distributed as in the paper at a fraction of the cost.
         generate = epoch >= self.first_epoch and gen < self.gamma_gen and diversity < self.gamma_diversity
         return Draw(positive, bool(not positive and generate))
+
+    def other(self, row: int, epoch: int, rows: int) -> int | None:
+        """Which other row's right answer is the negative of a row, if any. It does not change the other draws."""
+        if self.gamma_other == 0 or rows < 2 or self.draw(row, epoch).positive:
+            return None
+        rng = np.random.default_rng([self.seed, epoch, row, 1])
+        if rng.random() >= self.gamma_other:
+            return None
+        return int((row + 1 + rng.integers(rows - 1)) % rows)
 
 
 def check_generations(max_new_tokens: int, temperature: float, num_generations: int) -> None:
@@ -91,7 +101,7 @@ class EpochDocument:
     row: int
     completion: str | Messages
     positive: bool
-    source: Literal["positive", "static", "generated"]
+    source: Literal["positive", "static", "generated", "other"]
 
 
 class HardNegatives:
@@ -183,9 +193,37 @@ class HardNegatives:
             return False
         return True
 
-    def documents(self, rows: Mapping[int, Row] | Sequence[Row], ids: Iterable[int], epoch: int) -> list[EpochDocument]:
-        """The document of each row in this epoch."""
-        return [self._document(rows[i], i, epoch) for i in ids]
+    def documents(
+        self,
+        rows: Mapping[int, Row] | Sequence[Row],
+        ids: Iterable[int],
+        epoch: int,
+        encoder: Encoder | None = None,
+    ) -> list[EpochDocument]:
+        """The document of each row in this epoch; answers to other prompts (gamma_other) need the encoder."""
+        documents = [self._document(rows[i], i, epoch) for i in ids]
+        return documents if encoder is None else self._with_others(encoder, rows, documents, epoch)
+
+    def _with_others(
+        self,
+        encoder: Encoder,
+        rows: Mapping[int, Row] | Sequence[Row],
+        documents: list[EpochDocument],
+        epoch: int,
+    ) -> list[EpochDocument]:
+        """Some negatives become right answers to other prompts, where the reward calls those wrong for this one."""
+        others = {n: self.policy.other(d.row, epoch, len(rows)) for n, d in enumerate(documents)}
+        bodies = {
+            n: encoder.tags.strip_suffix(completion_text(rows[other]["chosen"]))
+            for n, other in others.items()
+            if other is not None
+        }
+        asked = [rows[documents[n].row] for n in bodies]
+        rewards = apply_reward(self.reward, asked, list(bodies.values()), encoder.tags) if bodies else []
+        for (n, body), row, r in zip(bodies.items(), asked, rewards, strict=True):
+            if r == 0 and self._usable(encoder, row, body):
+                documents[n] = EpochDocument(documents[n].row, body, False, "other")
+        return documents
 
     def _document(self, row: Row, i: int, epoch: int) -> EpochDocument:
         draw = self.policy.draw(i, epoch)

@@ -176,7 +176,8 @@ class SDMTrainer(SavingTrainer):
         self.calibration_positive = positives(args, len(self.calibration_rows), epoch=0)
         check_draws(args, len(self.rows), len(self.calibration_rows))
         gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
-        policy = NegativePolicy(args.gamma_plus, gamma_gen, args.gamma_diversity, args.seed)
+        gammas = args.gamma_plus, gamma_gen, args.gamma_diversity
+        policy = NegativePolicy(*gammas, args.seed, gamma_other=args.gamma_other)
         self.negatives = HardNegatives(
             policy, self.reward, args.max_new_tokens, args.temperature, args.num_generations, args.tokens_per_batch
         )
@@ -215,10 +216,10 @@ class SDMTrainer(SavingTrainer):
 
     def choose_documents(self, epoch: int) -> None:
         """One document per row for an epoch (from 0), encoded."""
-        self._documents = self.negatives.documents(self.rows, range(len(self.rows)), epoch + 1)
+        self._documents = self.negatives.documents(self.rows, range(len(self.rows)), epoch + 1, self.encoder)
         self._encoded_documents = [
             self.encoder.encode(row.columns["prompt"], document.completion, False, row=i)
-            if document.source == "generated"
+            if document.source in ("generated", "other")
             else row.document(document.positive)
             for i, (row, document) in enumerate(zip(self.training_rows, self._documents, strict=True))
         ]
