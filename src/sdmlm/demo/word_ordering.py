@@ -217,7 +217,7 @@ def _check_ours(home: Path) -> None:
         strange = sorted({p.name for p in part.iterdir()} - OURS) if part.is_dir() else []
         if strange:
             raise ValueError(f"{part / strange[0]} is not of a demo: move it, or give another folder with --output.")
-        for model in (part / name for name in LABELS):
+        for model in (part / name for name in (*LABELS, verified.VERIFIED)):
             if (model / SDM_FOLDER / "feedback").exists() or (model / SDM_FOLDER / "search.json").exists():
                 raise ValueError(f"{model} holds feedback or a calibrated search: give another folder with --output.")
 
