@@ -86,9 +86,12 @@ def confidence(z, q):
     return math.log(outputs[predicted]) - math.log(sum(p for c, p in enumerate(outputs) if c != predicted))
 
 
-def distance_of_class(x, stored):
-    """d against one class: the share of its stored distances that are not below x."""
-    return 1.0 - sum(s < x for s in stored) / len(stored) if len(stored) else 0.0
+def distance_of_class(x, stored, is_stored=False):
+    """d against one class: the share of its stored distances that are not below x, x itself counted among them."""
+    if not len(stored):
+        return 0.0
+    everyone = list(stored) if is_stored else [*stored, x]
+    return sum(s >= x for s in everyone) / len(everyone)
 
 
 def ledoit_wolf(points):

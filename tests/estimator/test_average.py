@@ -29,8 +29,11 @@ def fitted(request):
     return estimator
 
 
-def signals(layer, vectors, white, z):
-    """(q, d, d_nearest, z) of points from the layer's support and calibration points, in plain Python."""
+def signals(layer, vectors, white, z, own_labels=None):
+    """(q, d, d_nearest, z) of points from the layer's support and calibration points, in plain Python.
+
+    `own_labels`: those of the layer's own calibration points, some of which are stored in the eCDFs.
+    """
     support = layer.support
     stored = support.vectors.tolist(), support.labels.tolist(), support.predictions.tolist()
     near = layer.whitened.vectors.tolist()
@@ -48,10 +51,11 @@ def signals(layer, vectors, white, z):
     labels = layer.calibration.labels.tolist()
     cdf = [[d for (q, d), y in zip(known, labels, strict=True) if y == c and q > 0] for c in range(3)]
     out = []
-    for h, w, row in zip(vectors.tolist(), white.tolist(), z.tolist(), strict=True):
+    for i, (h, w, row) in enumerate(zip(vectors.tolist(), white.tolist(), z.tolist(), strict=True)):
         c = int(np.argmax(row))
         q, nearest = q_and_nearest(h, w, c)
-        out.append((q, slow.distance_of_class(nearest, cdf[c]), nearest, row))
+        is_stored = own_labels is not None and q > 0 and int(own_labels[i]) == c
+        out.append((q, slow.distance_of_class(nearest, cdf[c], is_stored), nearest, row))
     return out
 
 
@@ -74,7 +78,9 @@ def test_every_point_is_out_of_sample_once_in_each_partition(fitted):
 def test_calibration_points_are_averaged_over_the_layers_that_did_not_see_them(fitted):
     rows = {name: [] for name in range(150)}
     for layer in fitted.layers_:
-        found = signals(layer, layer.calibration_vectors, layer.calibration_whitened, layer.calibration.z)
+        found = signals(
+            layer, layer.calibration_vectors, layer.calibration_whitened, layer.calibration.z, layer.calibration.labels
+        )
         for name, row in zip(layer.calibration_ids, found, strict=True):
             rows[name].append(row)
     ca = fitted.calibration_

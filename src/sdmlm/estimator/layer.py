@@ -172,21 +172,39 @@ class SDMLayer(Regions):
         if self.whitened is not None and self.calibration_whitened is not None:
             found = replace(found, d_nearest=self.whitened.nearest(self.calibration_whitened).cpu())
         self.cdf = DistanceCDF.fit(found.d_nearest, self._y_ca, found.q, self.n_classes)
-        d = self._distance(self.cdf, found.d_nearest, self._z_ca.argmax(dim=1))
+        predictions = self._z_ca.argmax(dim=1)
+        d = self._distance(self.cdf, found.d_nearest, predictions, (predictions == self._y_ca) & (found.q > 0))
         self.calibration = points_of(self._y_ca, self._z_ca, found.q, found.d_nearest, d)
         self._regions: dict[float, HighReliabilityRegion] = {}
 
-    def _distance(self, cdf: DistanceCDF, d_nearest: Tensor, predictions: Tensor) -> Tensor:
+    def _distance(
+        self, cdf: DistanceCDF, d_nearest: Tensor, predictions: Tensor, stored: Tensor | None = None
+    ) -> Tensor:
         """d of points: the share of known points that are at least as far away.
 
         As published, the least over all classes. In whitened h, of the predicted class: over ten classes the least is 0 for
-        one known point in ten, because the class that lies closest together decides (docs/log.md, 2026-11-18).
+        one known point in ten, because the class that lies closest together decides (docs/log.md, 2026-11-18). There a new
+        point counts itself among the known ones, as a known one does (`stored`), so that both are exchangeable and a bound
+        on d gives up the share of new points that it gives up of known ones.
         """
         if self.whitening is None:
             least: Tensor = cdf.quantile(d_nearest)
             return least
-        per_class: Tensor = cdf.quantile(d_nearest, per_class=True)
-        return per_class.gather(1, predictions.cpu().unsqueeze(1)).squeeze(1)
+        predictions = predictions.cpu()
+        sizes = torch.tensor([len(values) for values in cdf.values], dtype=torch.float64)[predictions]
+        share = cdf.quantile(d_nearest, per_class=True).gather(1, predictions.unsqueeze(1)).squeeze(1)
+        counted = (1.0 + share * sizes) / (1.0 + sizes)
+        result: Tensor = counted if stored is None else torch.where(stored, share, counted)
+        return torch.where(sizes > 0, result, 0.0)
+
+    def _known_rows(self, exclude: Tensor | None) -> Tensor | None:
+        """Support indices as indices into the whitened points, which lack the out-of-distribution ones; -1 for none."""
+        if exclude is None:
+            return None
+        known = (self.support.labels >= 0).cpu()
+        rows = torch.where(known, known.cumsum(0) - 1, -1)
+        own = exclude.cpu()
+        return torch.where(own >= 0, rows[own.clamp(min=0)], -1).to(exclude.device)
 
     def signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
         """z', what the support says, and d, on the CPU."""
@@ -195,7 +213,7 @@ class SDMLayer(Regions):
         found = _on_cpu(self.support.query(vectors, z.argmax(dim=1), exclude))
         if self.whitening is not None and self.whitened is not None:
             vectors = self.whitening(x)
-            found = replace(found, d_nearest=self.whitened.nearest(vectors, exclude).cpu())
+            found = replace(found, d_nearest=self.whitened.nearest(vectors, self._known_rows(exclude)).cpu())
         noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
 
         def quantile(cdf: DistanceCDF) -> Tensor:
@@ -230,7 +248,8 @@ class SDMLayer(Regions):
         vectors, z = self.adaptor(x)
         self.support.add(vectors, labels, z.argmax(dim=1))
         if self.whitening is not None and self.whitened is not None:
-            self.whitened.add(self.whitening(x), labels, z.argmax(dim=1))
+            known = labels >= 0  # being near a known out-of-distribution point is not being near the known points
+            self.whitened.add(self.whitening(x)[known], labels[known], z.argmax(dim=1)[known])
         self._train_cdf = None
         self.support_ids = [*self.support_ids, *ids]
         self.calibrate()
@@ -287,7 +306,9 @@ def _train_cdf(support: SupportSet, n_classes: int, whitened: SupportSet | None 
     found = support.query(support.vectors, support.predictions, exclude=own)
     nearest = found.d_nearest
     if whitened is not None:
-        nearest = whitened.nearest(whitened.vectors, exclude=own)
+        nearest = torch.full_like(nearest, torch.inf)
+        others = torch.arange(len(whitened), device=nearest.device)
+        nearest[support.labels >= 0] = whitened.nearest(whitened.vectors, exclude=others)
     return DistanceCDF.fit(nearest, support.labels, found.q, n_classes)
 
 

@@ -150,7 +150,8 @@ def _load_layer(
         raise KeyError("ids and vectors differ in number")
     whitening: tuple[Any, ...] = ()
     if "whitening.matrix" in own:
-        whitened = estimator.make_support()(own["whitened.vectors"], support.labels, support.predictions)
+        known = support.labels >= 0
+        whitened = estimator.make_support()(own["whitened.vectors"], support.labels[known], support.predictions[known])
         matrices = Whitening(own["whitening.mean"], own["whitening.matrix"])
         whitening = matrices, whitened, own["calibration.whitened"]
     return SDMLayer(
