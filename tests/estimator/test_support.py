@@ -267,3 +267,39 @@ def test_equal_rows_are_looked_at_once(monkeypatch):
     distances, indices = support.neighbors(vectors[same[:1]], 210)
     assert indices[0, :200].tolist() == sorted(same[:200].tolist())
     assert distances[0, 199] == 0 < distances[0, 200]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 1000.0]), st.sampled_from([1.0, 1e-15, 1e15]))
+def test_a_single_query_finds_what_a_batch_finds(seed, grid, offset, scale):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 120))
+    draw = (lambda size: rng.integers(0, 3, size)) if grid else (lambda size: rng.normal(size=size))
+    vectors = ((draw((n, 5)) + offset) * scale).astype(np.float32)
+    labels, predictions = rng.integers(-1, 3, n), rng.integers(0, 3, n)
+    queries = np.concatenate([vectors[:10], ((draw((10, 5)) + offset) * scale).astype(np.float32)])
+    guesses = rng.integers(0, 4, len(queries))
+    for max_q in (None, 2):
+        support = SupportSet(vectors, labels, predictions, max_q=max_q)
+        together, nearest = support.query(queries, guesses), support.nearest(queries)
+        for i in range(len(queries)):
+            alone = support.query(queries[i : i + 1], guesses[i : i + 1])
+            assert (alone.q[0], alone.nearest[0]) == (together.q[i], together.nearest[i])
+            assert float(alone.d_nearest[0]) == pytest.approx(float(together.d_nearest[i]), rel=1e-14)
+            assert float(support.nearest(queries[i : i + 1])[0]) == pytest.approx(float(nearest[i]), rel=1e-14)
+
+
+def test_a_single_query_with_many_equal_rows_goes_the_long_way(monkeypatch):
+    vectors = np.zeros((500, 4), dtype=np.float32)
+    support = SupportSet(vectors, np.zeros(500, int), np.zeros(500, int))
+    asked = []
+    plain = SupportSet._query_class
+    monkeypatch.setattr(SupportSet, "_query_class", lambda self, *a: asked.append(1) or plain(self, *a))
+    found = support.query(vectors[:1] + 1, [0])
+    assert (found.q.tolist(), found.nearest.tolist(), found.d_nearest.tolist()) == ([500], [0], [2.0])
+    assert asked == [1]
+    support.query(vectors[:1] + 1, [0], exclude=[3])
+    assert asked == [1, 1]
+    spread = np.arange(2000, dtype=np.float32).reshape(500, 4)
+    assert SupportSet(spread, np.zeros(500, int), np.zeros(500, int)).query(spread[7:8], [0]).nearest.tolist() == [7]
+    assert asked == [1, 1]

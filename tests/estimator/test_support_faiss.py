@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from toy_points import blobs
 
 from sdmlm import SDMEstimator
 from sdmlm.estimator.support import SupportSet
@@ -69,3 +70,17 @@ def test_an_estimator_on_the_index_saves_the_index(tmp_path):
     assert loaded.layers_[0].support.approximate
     assert np.array_equal(estimator.score(X).q, loaded.score(X).q)
     assert estimator.region_ == loaded.region_
+
+
+def test_the_automatic_estimator_over_an_index(tmp_path):
+    points, y = blobs(400, 2, gap=4.0)
+    fresh, fresh_y = blobs(100, 2, seed=1, gap=4.0)
+    estimator = SDMEstimator(index="faiss", rounds=2, alpha=0.9, progress=False).fit(points, y)
+    scores = estimator.score(fresh)
+    assert (scores.prediction == fresh_y).mean() > 0.95
+    assert scores.accepted.mean() > 0.5
+    np.testing.assert_allclose(
+        scores.d, SDMEstimator(rounds=2, alpha=0.9, progress=False).fit(points, y).score(fresh).d, atol=0.1
+    )
+    estimator.save_pretrained(tmp_path / "e")
+    np.testing.assert_array_equal(SDMEstimator.from_pretrained(tmp_path / "e").score(fresh).accepted, scores.accepted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from sdmlm.estimator.region import (
     DistanceCDF,
     HighReliabilityRegion,
     dkw_epsilon,
-    effective_sample_size,
     find_region,
     membership,
+    sample_sizes,
 )
 from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportMatch, SupportSet
@@ -48,6 +49,11 @@ class Points:
     @property
     def predictions(self) -> Tensor:
         return self.z.argmax(dim=1)
+
+    @cached_property
+    def sorted_q_prime(self) -> list[NDArray[np.float64]]:
+        """q' of the points of each class, ascending: sorted once, as every score looks at it."""
+        return [np.sort(self.q_prime[self.labels == c].double().numpy()) for c in range(self.z.shape[1])]
 
 
 def points_of(labels: Tensor, z: Tensor, q: Tensor, d_nearest: Tensor, d: Tensor) -> Points:
@@ -192,7 +198,7 @@ class SDMLayer(Regions):
             return least
         predictions = predictions.cpu()
         sizes = torch.tensor([len(values) for values in cdf.values], dtype=torch.float64)[predictions]
-        share = cdf.quantile(d_nearest, per_class=True).gather(1, predictions.unsqueeze(1)).squeeze(1)
+        share = cdf.quantile_of(d_nearest, predictions)
         counted = (1.0 + share * sizes) / (1.0 + sizes)
         result: Tensor = counted if stored is None else torch.where(stored, share, counted)
         return torch.where(sizes > 0, result, 0.0)
@@ -264,10 +270,9 @@ def scores_of(
     regions: Callable[[float], HighReliabilityRegion],
 ) -> Scores:
     """From the three signals of points to everything that is said about them; tensors on the CPU."""
-    n_classes = z.shape[1]
     predictions = z.argmax(dim=1)
     p, q_prime = activate(z, match.q, d)
-    counts = effective_sample_size(q_prime, calibration.q_prime, calibration.labels, n_classes)
+    counts = sample_sizes(q_prime, calibration.sorted_q_prime)
     eps = dkw_epsilon(counts, alpha)
     d_lower, d_upper = (d - eps).clamp(min=0.0), (d + eps).clamp(max=1.0)
     p_lower, q_prime_lower = activate(z, match.q, d_lower)

@@ -82,6 +82,16 @@ class DistanceCDF:
         d = np.stack(columns, axis=1)
         return _like(d if per_class else d.min(axis=1), d_nearest)
 
+    def quantile_of(self, d_nearest: Array, classes: Array) -> Array:
+        """1 - eCDF_c(d_nearest) for the given class c of each point, (N,)."""
+        x, y = _floats(d_nearest), _labels(classes)
+        d = np.zeros(len(x))
+        for c in set(y.tolist()):
+            own, stored = y == c, self.values[c]
+            if len(stored):
+                d[own] = 1.0 - np.searchsorted(stored, x[own], side="left") / len(stored)
+        return _like(d, d_nearest)
+
 
 @dataclass(frozen=True)
 class HighReliabilityRegion:
@@ -158,11 +168,16 @@ def effective_sample_size(
     q_prime: Array, calibration_q_prime: Array, calibration_labels: Array, n_classes: int
 ) -> Array:
     """n_c(q'): calibration points of class c whose q' is strictly below the query's, at most n_c - 1; (N, C)."""
-    q, calibration, y = _floats(q_prime), _floats(calibration_q_prime), _labels(calibration_labels)
-    columns = []
-    for c in range(n_classes):
-        stored = np.sort(calibration[y == c])
-        columns.append(np.minimum(np.searchsorted(stored, q, side="left"), max(len(stored) - 1, 0)))
+    calibration, y = _floats(calibration_q_prime), _labels(calibration_labels)
+    return sample_sizes(q_prime, [np.sort(calibration[y == c]) for c in range(n_classes)])
+
+
+def sample_sizes(q_prime: Array, sorted_by_class: Sequence[Floats]) -> Array:
+    """`effective_sample_size` from the q' of the calibration points of each class, ascending."""
+    q = _floats(q_prime)
+    columns = [
+        np.minimum(np.searchsorted(stored, q, side="left"), max(len(stored) - 1, 0)) for stored in sorted_by_class
+    ]
     return _like(np.stack(columns, axis=1), q_prime)
 
 

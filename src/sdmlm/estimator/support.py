@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sdmlm.estimator.activation import full_precision
+from sdmlm.estimator.support_single import SingleQuery, TooClose
 from sdmlm.estimator.vectors import as_vectors, checked_labels, integers
 
 # Rounding errors of a length-M dot product grow like sqrt(M); eight standard deviations are never exceeded in practice
@@ -121,6 +122,12 @@ class SupportSet:
         """q, d_nearest and nearest of each query. `exclude` (N,) is the support index to ignore, -1 for none."""
         vectors = self._queries(vectors)
         predictions = integers(predictions, "predictions", vectors)
+        with contextlib.suppress(TooClose):
+            if exclude is None and (single := self._single(vectors)) is not None:
+                count, square, index = single.match(int(predictions[0]))
+                count = count if self.max_q is None else min(count, self.max_q)
+                distance = torch.tensor([square], dtype=torch.float64).sqrt()
+                return SupportMatch(torch.tensor([count]), distance, torch.tensor([index]))
         excluded = self._excluded_rows(exclude, vectors)
         n = len(vectors)
         q = torch.zeros(n, dtype=torch.long, device=vectors.device)
@@ -156,6 +163,9 @@ class SupportSet:
     def nearest(self, vectors: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Tensor:
         """The distance to the nearest support vector, (N,)."""
         vectors = self._queries(vectors)
+        with contextlib.suppress(TooClose):
+            if exclude is None and (single := self._single(vectors)) is not None:
+                return torch.tensor([single.nearest((0, len(self)))[0]], dtype=torch.float64).sqrt()
         excluded = self._excluded_rows(exclude, vectors)
         whole = (0, len(self))
         squares = [
@@ -184,10 +194,17 @@ class SupportSet:
     def _closely(self, vectors: Tensor, excluded: Tensor, ask: Callable[[_Queries], tuple[Tensor, ...]]) -> Any:
         """Ask in the vectors' own precision, or in double if too much lies too close together, or out of range, for that."""
         queries = _Queries(self, vectors, excluded, vectors.dtype)
-        with contextlib.suppress(_TooClose):
+        with contextlib.suppress(TooClose):
             if queries.in_range:
                 return ask(queries)
         return ask(_Queries(self, vectors, excluded, torch.float64))
+
+    def _single(self, vectors: Tensor) -> SingleQuery | None:
+        """The search for one query; None for several, elsewhere than on the CPU, or out of the range of its precision."""
+        if len(vectors) != 1 or not len(self) or vectors.device.type != "cpu":
+            return None
+        query = SingleQuery(self, vectors, _slack(vectors))
+        return query if _LEAST <= query.squares <= _MOST else None
 
     def _queries(self, vectors: ArrayLike | Tensor) -> Tensor:
         vectors = as_vectors(vectors).to(self._vectors)
@@ -210,12 +227,13 @@ class SupportSet:
         return torch.where(exclude >= 0, self._rows[exclude.clamp(min=0)], -1)
 
 
+def _slack(vectors: Tensor) -> float:
+    """A bound on the rounding errors of two approximate squared distances together, as a share of the squared norms."""
+    return float(2 * _SIGMAS * vectors.shape[1] ** 0.5 * torch.finfo(vectors.dtype).eps / 2)
+
+
 def _nearest_of(span: tuple[int, int]) -> Callable[[_Queries], Any]:
     return lambda queries: queries.nearest(span)[0]
-
-
-class _TooClose(Exception):
-    """More pairs need their exact distance than a product in double precision would cost."""
 
 
 class _Queries:
@@ -229,10 +247,8 @@ class _Queries:
         self.near = near if support._shift is None else near - support._shift.to(dtype)
         norm = self.near.square().sum(dim=1)
         self.norm = norm.double()
-        # Bounds the rounding errors of two approximate squared distances together.
-        unit = torch.finfo(self.near.dtype).eps / 2
         squares = norm + support._largest
-        self.slack = (2 * _SIGMAS * self.near.shape[1] ** 0.5 * unit) * squares
+        self.slack = _slack(self.near) * squares
         self.in_range = bool(((squares >= _LEAST) & (squares <= _MOST)).all())
 
     def full(self, value: float, dtype: torch.dtype) -> Tensor:
@@ -273,7 +289,7 @@ class _Queries:
     def _exact(self, row: Tensor, column: Tensor) -> Tensor:
         self._pairs_left -= len(row)
         if self._pairs_left < 0:
-            raise _TooClose
+            raise TooClose
         out = torch.empty(len(row), dtype=torch.float64, device=self.near.device)
         step = max(1, int(self.support.memory_mb * 2**20 / (4 * 8 * self.vectors.shape[1])))
         for start in range(0, len(row), step):

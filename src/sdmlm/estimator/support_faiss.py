@@ -88,6 +88,10 @@ class FaissSupportSet(SupportSet):
         stop = torch.where(match, torch.inf, distances).amin(dim=1, keepdim=True)
         return (match & (distances < stop)).sum(dim=1), distances[:, 0], indices[:, 0]
 
+    def nearest(self, vectors: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Tensor:
+        """As SupportSet.nearest, of what the index finds."""
+        return self.neighbors(vectors, 1, exclude)[0].squeeze(1)
+
     def neighbors(
         self, vectors: ArrayLike | Tensor, k: int, exclude: ArrayLike | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
