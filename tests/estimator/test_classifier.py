@@ -57,6 +57,23 @@ def test_probabilities_never_exceed_one_so_proper_scores_work():
     assert np.isfinite(cross_val_score(classifier, X[:600], y[:600], cv=2, scoring="neg_log_loss")).all()
 
 
+def test_which_answers_are_accepted_through_a_pipeline(iris):
+    X, y = iris
+    pipeline = make_pipeline(StandardScaler(), SDMClassifier(alpha=0.8, rounds=1)).fit(X, y)
+    labels, accepted = pipeline.predict(X, return_accepted=True)
+    inside = pipeline[:-1].transform(X)
+    expected = pipeline[-1].predict_selective(inside)
+    np.testing.assert_array_equal(labels, expected[0])
+    np.testing.assert_array_equal(accepted, expected[1])
+    np.testing.assert_array_equal(labels, pipeline.predict(X))
+    assert accepted.dtype == bool
+    assert accepted.any()
+    assert not accepted.all()
+    search = GridSearchCV(pipeline, {"sdmclassifier__rounds": [1]}, cv=2).fit(X, y)
+    again = search.best_estimator_.predict(X, return_accepted=True)
+    np.testing.assert_array_equal(again[1], accepted)
+
+
 def test_pipeline_clone_and_grid_search(iris):
     X, y = iris
     pipeline = make_pipeline(StandardScaler(), SDMClassifier(**SMALL))

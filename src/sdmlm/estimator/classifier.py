@@ -84,9 +84,13 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self.estimator_.score(validate_data(self, X, dtype=np.float32, reset=False))
 
-    def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """The class with the largest z', for every point, accepted or not."""
-        return self._labels(self.scores(X))
+    def predict(self, X: ArrayLike, return_accepted: bool = False) -> Any:
+        """The class with the largest z', for every point, accepted or not.
+
+        With `return_accepted` the pair (labels, accepted) of `predict_selective`. A pipeline passes this on to its last
+        step: `labels, accepted = pipeline.predict(X, return_accepted=True)`.
+        """
+        return self.predict_selective(X) if return_accepted else self._labels(self.scores(X))
 
     def predict_selective(self, X: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """(labels, accepted): the predictions, and which of them can be accepted without a person looking."""

@@ -76,7 +76,7 @@ def encode_labels(y: Any, classes: NDArray[Any], name: str | None = None) -> Ten
     except TypeError:  # numbers and texts cannot be compared
         at, known = np.zeros(len(array), dtype=np.int64), np.zeros(len(array), dtype=bool)
     if name is not None and not np.all(known):
-        wrong = array[~np.asarray(known)][0]
+        wrong = plain_id(array[~np.asarray(known)][0])
         raise ValueError(f"{name} holds the label {wrong!r}, which is not one of the classes {_listed(classes)}.")
     return torch.from_numpy(np.where(known, at, -1).astype(np.int64))
 
