@@ -14,16 +14,21 @@ from torch import Tensor
 # q of the first training epoch: 2 + q = e, and with d = 1 the SDM activation is softmax.
 Q_SOFTMAX = 2.718281828459045 - 2.0
 
+_DEVICES = ("cpu", "cuda", "mps", "xpu")  # that autocast knows
+
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Arithmetic as it is written, also where a caller rounds products: autocast to half precision, TF32 on a GPU."""
+    gpu, rounded = torch.cuda.is_available(), [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+    if not gpu and not rounded:  # nothing to change: this is entered a dozen times for a single point
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        if torch.cuda.is_available():
+        if gpu:
             stack.enter_context(_without_tf32())
-        for kind in ("cpu", "cuda", "mps", "xpu"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in rounded:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

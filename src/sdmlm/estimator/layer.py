@@ -216,14 +216,15 @@ class SDMLayer(Regions):
         """z', what the support says, and d, on the CPU."""
         vectors, z = self.adaptor(x)
         z = z.cpu()
-        found = _on_cpu(self.support.query(vectors, z.argmax(dim=1), exclude))
+        predictions = z.argmax(dim=1)
+        found = _on_cpu(self.support.query(vectors, predictions, exclude))
         if self.whitening is not None and self.whitened is not None:
             vectors = self.whitening(x)
             found = replace(found, d_nearest=self.whitened.nearest(vectors, self._known_rows(exclude)).cpu())
         noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
 
         def quantile(cdf: DistanceCDF) -> Tensor:
-            return self._distance(cdf, cdf.snapped(found.d_nearest, noise), z.argmax(dim=1))
+            return self._distance(cdf, cdf.snapped(found.d_nearest, noise), predictions)
 
         d = quantile(self.cdf)
         if exclude is not None:
