@@ -88,7 +88,7 @@ def confidence(z, q):
 
 def distance_of_class(x, stored, is_stored=False):
     """d against one class: the share of its stored distances that are not below x, x itself counted among them."""
-    if not len(stored):
+    if not len(stored) or x > max(stored):
         return 0.0
     everyone = list(stored) if is_stored else [*stored, x]
     return sum(s >= x for s in everyone) / len(everyone)

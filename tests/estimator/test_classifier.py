@@ -38,7 +38,7 @@ def test_named_classes_and_selective_prediction(iris):
 
 def test_probabilities_point_at_the_prediction_even_where_uniform(iris):
     X, y = iris
-    classifier = SDMClassifier(**SMALL, distance="exemplar").fit(X, y)  # whitened, d is never quite 0
+    classifier = SDMClassifier(**SMALL).fit(X, y)
     far = X + 1e3 * np.random.default_rng(0).normal(size=X.shape)  # beyond every distance seen: d = 0
     scores = classifier.scores(far)
     assert (scores.d == 0).any()

@@ -190,8 +190,9 @@ class SDMLayer(Regions):
 
         As published, the least over all classes. In whitened h, of the predicted class: over ten classes the least is 0 for
         one known point in ten, because the class that lies closest together decides (docs/log.md, 2026-11-18). There a new
-        point counts itself among the known ones, as a known one does (`stored`), so that both are exchangeable and a bound
-        on d gives up the share of new points that it gives up of known ones.
+        point counts itself among the known ones, as a known one does (`stored`), so that a bound on d gives up about the
+        share of new points that it gives up of known ones. Beyond all known points of its class d is 0, however few these
+        are, so that nothing can be too far away to notice.
         """
         if self.whitening is None:
             least: Tensor = cdf.quantile(d_nearest)
@@ -200,8 +201,9 @@ class SDMLayer(Regions):
         sizes = torch.tensor([len(values) for values in cdf.values], dtype=torch.float64)[predictions]
         share = cdf.quantile_of(d_nearest, predictions)
         counted = (1.0 + share * sizes) / (1.0 + sizes)
+        counted = torch.where(share > 0, counted, 0.0)
         result: Tensor = counted if stored is None else torch.where(stored, share, counted)
-        return torch.where(sizes > 0, result, 0.0)
+        return result
 
     def _known_rows(self, exclude: Tensor | None) -> Tensor | None:
         """Support indices as indices into the whitened points, which lack the out-of-distribution ones; -1 for none."""
