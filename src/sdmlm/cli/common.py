@@ -119,9 +119,9 @@ def labels_to_fit(data: Embeddings, path: str) -> NDArray[np.int64]:
     return y
 
 
-def nothing_accepted(facts: dict[str, Any]) -> str:
-    """The beginning of a remark on a region in which nothing lies, with the first thing to try."""
-    highest = facts["highest_alpha"]
+def nothing_accepted(calibration_summary: dict[str, Any]) -> str:
+    """The start of a warning that the region is empty, with the first thing to try."""
+    highest = calibration_summary["highest_alpha"]
     lower = f"a lower --alpha (up to {highest:g} there is a region)" if highest else "another --exemplar-dim"
     return f"nothing will be accepted at this alpha: try {lower}"
 
@@ -193,7 +193,7 @@ def to_json(value: Any) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """part of whole as a percentage, "-" where there is nothing to share."""
+    """part of whole as a percentage, "-" if whole is 0."""
     return f"{part / whole:.1%}" if whole else "-"
 
 

@@ -86,9 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0, 1 where part of the input was refused and the rest was done, or 2 with one sentence on stderr for bad input, trouble with files, or an interruption.
+    """Run a command and return its exit status.
 
-    Anything else is a bug and shows its traceback.
+    0: done. 1: part of the input was refused, the rest was done. 2: bad input, a file error or an interruption, with one
+    sentence on stderr. 141: the reader of stdout has gone. Any other exception is a bug and shows its traceback.
     """
     args = build_parser().parse_args(argv)
     try:

@@ -10,8 +10,11 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Matrices as small as the demos' are multiplied fastest by one thread: several wait for each other, far longer on a
-    busy machine. It also makes the numbers the same whatever the number of cores."""
+    """Run the demos on one thread.
+
+    Their matrices are so small that several threads would mostly wait for each other, above all on a busy machine. It also
+    makes the numbers independent of the number of cores.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 VERIFIED, COMPARISON = "verified", "answers.json"
 ALPHA = 0.95
 LAYER: dict[str, Any] = {"alpha": ALPHA, "summary": "states+likelihood", "documents": "own"}
-LOOKED_AT = 300  # answers among which examples are looked for
+LOOKED_AT = 300  # examples are chosen among this many answers
 READING = (
     "Which score tells the language model's right answers from its wrong ones? Each gets the same certificate: the loosest "
     "threshold with which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
@@ -66,9 +66,9 @@ def examples_of(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str,
         answers = lm.generate(prompts, max_new_tokens=length, neighbors=2, progress=False)
         for title, fits in kinds.items():
             pairs = zip(rows, answers, strict=True)
-            found = next(((row, a) for row, a in pairs if fits(a.text.strip() == row["chosen"], a.verified)), None)
-            if found is not None:
-                shown.append((title, *found))
+            example = next(((row, a) for row, a in pairs if fits(a.text.strip() == row["chosen"], a.verified)), None)
+            if example is not None:
+                shown.append((title, *example))
     return shown
 
 

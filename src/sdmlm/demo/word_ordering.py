@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sdmlm.generation.verification import Verification
 
 MARK = "demo.json"  # says that a folder is ours
-BEFORE = ".before"  # where an earlier demo waits for the end of the next
+BEFORE = ".before"  # subfolder that keeps the earlier demo until the new one has finished
 REPORT = "report.html"  # written last
 SEED = 0
 LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
@@ -74,7 +74,7 @@ TRAINING: dict[str, Any] = {
     "exemplar_dim": 256,
     "sdm_epochs": 50,
     "sdm_learning_rate": 3e-3,
-    "use_cpu": True,  # with a GPU or without: a model so small is at home there
+    "use_cpu": True,  # also on machines with a GPU: the model is too small to gain from one
 }
 SIZES = {"train": 3200, "calibration": 3200, "test": 1000, "shifted": 1000}
 FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_steps": 0.99}
@@ -111,7 +111,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         write_text_atomically(home / "data" / f"{name}.jsonl", "".join(lines))
     runs, region_examples = [], []
     for setting in _fine_tune(home, FAST_TRAINING if fast else TRAINING, out):
-        # What takes seconds to import, only now: the trainings are at work meanwhile.
+        # These imports take seconds: do them while the trainings run.
         from sdmlm.demo.one_thread import one_thread
         from sdmlm.generation.language_model import SDMLanguageModel
 
@@ -132,11 +132,11 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     from sdmlm.experiments.tables import tables
     from sdmlm.report.replication import write_report
 
-    found, reading = tables(runs), READING.format(**sizes) + (FAST_READING if fast else "")
+    paper_tables, reading = tables(runs), READING.format(**sizes) + (FAST_READING if fast else "")
     out.print(Text(f"\n{reading}\n", style="italic"))
-    for table in found.rich():
+    for table in paper_tables.rich():
         out.print(table)
-    for pair in found.comparisons:
+    for pair in paper_tables.comparisons:
         out.print(Text("\n" + pair.statement()))
     for title, row, verification in region_examples:
         _show(out, title, row, verification)
@@ -148,7 +148,8 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     out.print(Text(promise))
     for title, row, verification in examples:
         _show(out, title, row, verification)
-    for name, text in zip(TABLES, (found.csv(), json.dumps(found.json(), indent=1), found.latex()), strict=True):
+    texts = (paper_tables.csv(), json.dumps(paper_tables.json(), indent=1), paper_tables.latex())
+    for name, text in zip(TABLES, texts, strict=True):
         write_text_atomically(home / name, text)
     write_text_atomically(home / verified.COMPARISON, json.dumps(comparison.json(), indent=1))
     first = [
@@ -157,11 +158,13 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     ]
     more = [("Answers of the SDM language model", _examples_html(region_examples))]
     intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
-    write_report(home / REPORT, runs, found, "An SDM language model comes to life", more, intro=intro, first=first)
+    write_report(
+        home / REPORT, runs, paper_tables, "An SDM language model comes to life", more, intro=intro, first=first
+    )
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / REPORT} for plots. Try next:", markup=False)
     for line in (f"sdmlm chat {home / verified.VERIFIED}", f"sdmlm serve {home / verified.VERIFIED}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)
-    return found
+    return paper_tables
 
 
 def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
@@ -171,15 +174,17 @@ def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
 
 @contextlib.contextmanager
 def _fresh(home: Path) -> Iterator[Path]:
-    """A folder of our own, empty but for an earlier demo, put away inside, which goes when this one is done and comes back
-    if it is not."""
+    """An empty, locked folder for the demo.
+
+    An earlier demo in it is moved to a subfolder: deleted when this demo succeeds, restored when it fails.
+    """
     _check_ours(home)
     with locked(home, wait=False) as ours:
         if not ours:
             raise ValueError(f"Another demo is at work in {home}: wait for it, or give another folder with --output.")
         before = home / BEFORE
         if before.exists() and not (home / REPORT).exists():
-            _empty(home, but=BEFORE)  # a demo that was killed: the one before is still there
+            _empty(home, but=BEFORE)  # the last demo was killed: keep the one before it
         else:
             shutil.rmtree(before, ignore_errors=True)
             earlier = list(home.iterdir())
@@ -209,7 +214,7 @@ def _empty(folder: Path, but: str) -> None:
 
 
 def _check_ours(home: Path) -> None:
-    """Refuse what is no demo, or one that somebody has worked with: all of it would go."""
+    """Refuse a folder that is not a demo, or one that the user has added to: everything in it would be deleted."""
     marked = any((home / part / MARK).exists() for part in ("", BEFORE))
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not marked):
         raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
@@ -242,10 +247,10 @@ def command(home: Path, setting: str, training: Mapping[str, Any]) -> list[str]:
 def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterator[str]:
     """Both settings side by side, each in a process and on a thread of its own; yields each when it is done.
 
-    The one that is done first is put to its tests while the other is still learning.
+    So the first to finish can be evaluated while the other still trains.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Tensors of a step are as large as those of the last: memory that is kept need not be mapped and cleared again.
+    # All steps use tensors of the same sizes: keeping freed memory avoids mapping and clearing it again.
     environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
     options = {**training, "logging_steps": 5}
     running: dict[str, subprocess.Popen[str]] = {}
@@ -305,13 +310,13 @@ def _evaluate(
 ) -> Evaluation:
     from sdmlm.language_model.sdm_folder import layer_sha256
 
-    found = evaluate(lm, word_ordering, rows, progress=False)  # one bar is there already
-    facts = {
+    evaluation = evaluate(lm, word_ordering, rows, progress=False)  # a progress bar is shown already
+    metadata = {
         **{"family": "demo", "setting": setting, "label": LABELS[setting], "seed": SEED, "test": name},
         "sdm_sha256": layer_sha256(home / setting / SDM_FOLDER),
     }
-    write_evaluation(evaluation_file(home / setting, name), found, facts)
-    return found
+    write_evaluation(evaluation_file(home / setting, name), evaluation, metadata)
+    return evaluation
 
 
 def pick_examples(
@@ -330,7 +335,7 @@ def pick_examples(
         if name == "shifted":
             kinds = {"rejected (not verified: a person should look)": ~e.accepted}
         picked = {kind: splits[name][int(mask.argmax())] for kind, mask in kinds.items() if mask.any()}
-        room = generation_length(lm, splits[name])  # as in the evaluation, or a long answer would be another one
+        room = generation_length(lm, splits[name])  # as in the evaluation, so that long answers are the same
         prompts = [row["prompt"] for row in picked.values()]
         answers = lm.generate(prompts, max_new_tokens=room, neighbors=2, progress=False)
         shown += [
@@ -341,7 +346,7 @@ def pick_examples(
 
 
 def _asked(prompt: str) -> str:
-    """What a prompt of the task asks, without its standing words."""
+    """The part of a prompt that differs between rows, without the fixed instructions."""
     start, end = re.findall(r"'(.*?)'(?= by reordering|\. Only)", prompt)
     return f"{start} ... ({end})"
 

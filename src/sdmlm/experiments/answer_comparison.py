@@ -1,8 +1,8 @@
 """Which score tells right from wrong answers of a language model best? The SDM layer and its rivals on the same answers.
 
-The rows are parted in three. Over the answers to the first part a linear probe is fitted, and candidate thresholds are
-fixed; with the second every score gets the same certificate (`certify_answers`); the third is what the table is about, together
-with inputs of another kind and right answers to other prompts. So no score has seen the answers that it is compared on.
+The rows are split into three parts. The first is used to fit a linear probe and to fix candidate thresholds. The second is
+used to certify every score in the same way (`certify_answers`). The third is the test set of the table, together with inputs
+of another kind and right answers to other prompts. So no score has seen the answers that it is compared on.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def compare_answers(
     seed: int = 0,
     progress: bool = True,
 ) -> AnswerComparison:
-    """Compare scores of the model's own answers to `rows`, which must be new to it; see the module's text.
+    """Compare scores of the model's own answers to `rows`, which must be new to it; see the module docstring.
 
     shifted: rows of another kind. samples: sampled answers per prompt for self-consistency; 0 leaves it out.
     """
@@ -157,7 +157,7 @@ def compare_answers(
 
 
 def _scores(lm: SDMLanguageModel, fitted: JudgedSet) -> dict[str, Any]:
-    """Every score by name, as a function of answers; a score that cannot be had for some answers gives None."""
+    """Every score by name, as a function of answers; None where a score does not exist for some answers."""
     scores: dict[str, Any] = {
         "mean log-probability": lambda a: a.figure("mean_log_probability"),
         USUAL: lambda a: a.figure("mean_log_probability"),

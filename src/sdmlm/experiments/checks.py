@@ -1,4 +1,4 @@
-"""Checks before the first run begins: hours of work must not end in an error that could have been seen."""
+"""Checks before the first run starts, so that hours of work do not end in an avoidable error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdmlm.storage.record import read_record
 
 
 def check_runs(planned: list[PlannedRun]) -> None:
-    """Refuse folders of other runs, and settings and rows that cannot be used, before hours of work; rows are read once."""
+    """Refuse folders of other runs, and unusable settings or rows. Rows that several runs share are read once."""
     from sdmlm.finetuning.layers import check_draws
     from sdmlm.finetuning.run import prepare_run
     from sdmlm.finetuning.training_rows import encode_rows

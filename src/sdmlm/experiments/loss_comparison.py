@@ -134,12 +134,12 @@ def _comparison(
     admitted = [[e.accepted if alpha is None else e.accepted_at(alpha) for e in pair] for pair in evaluations]
     shares = tuple((float(a.mean()), float(b.mean())) for a, b in admitted)
     differences = [a - b for a, b in shares]
-    # For each prompt the mean over the seeds: the seeds of a prompt are resampled together
+    # Average over the seeds for each prompt, so that all seeds of a prompt are resampled together
     low, high = _bootstrap(np.mean([a.astype(float) - b for a, b in admitted], axis=0), bootstrap, seed)
     if len(pairs) > 1:
         from scipy.stats import t
 
-        # Student's t alone has no width where all seeds differ by the same few answers
+        # Student's interval alone has zero width if the difference is the same for all seeds
         half = float(t.ppf(0.975, len(pairs) - 1)) * statistics.stdev(differences) / math.sqrt(len(pairs))
         low, high = min(low, statistics.fmean(differences) - half), max(high, statistics.fmean(differences) + half)
     right = [
@@ -165,7 +165,7 @@ def _mean(right: NDArray[np.bool_]) -> float | None:
 
 
 def _bootstrap(values: NDArray[np.float64], bootstrap: int, seed: int) -> tuple[float, float]:
-    """Percentile interval of the mean over resampled prompts; there are few different values, so their counts are drawn."""
+    """Percentile interval of the mean over resampled prompts; values repeat, so the counts of distinct values are drawn."""
     kinds, counts = np.unique(values, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=bootstrap)
     low, high = np.percentile(drawn @ kinds / len(values), (2.5, 97.5))

@@ -17,8 +17,9 @@ from sdmlm.generation.verification import Verification
 from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.encoding import VerificationTags
 
-# How much two float32 passes of an LM over the same document (with a cache, in another batch) may differ: in an SDM
-# output, at most this much, and at most this share of its distance to 1; in q', this share of it, and at most this much.
+# Two float32 passes of an LM over the same document (with a cache, in another batch) may differ by rounding. The margin for
+# an SDM output is _OUTPUT_NOISE, but no more than _OUTPUT_NOISE_SHARE of its distance to 1. The margin for q' is
+# _Q_NOISE_SHARE of q', but no more than _MAX_Q_NOISE.
 _OUTPUT_NOISE, _OUTPUT_NOISE_SHARE, _Q_NOISE_SHARE, _MAX_Q_NOISE = 1e-5, 1e-2, 1e-4, 0.1
 
 

@@ -1,4 +1,4 @@
-"""What a model did on test sets with its own answers, where `sdmlm replicate` or the demo left that beside it."""
+"""What a model did on test sets with its own answers, as `sdmlm replicate` or the demo saved it in the model's folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measured(lm: SDMLanguageModel) -> list[Measured]:
     if lm.folder is None:
         return []
     evaluations: dict[str, Evaluation] = {}
-    with contextlib.suppress(OSError, ValueError):  # damaged figures are as good as none
+    with contextlib.suppress(OSError, ValueError):  # unreadable evaluations count as missing
         evaluations, _ = read_evaluations(lm.folder, layer_sha256(lm.folder / SDM_FOLDER))
     counts = []
     for name, e in evaluations.items():

@@ -14,7 +14,7 @@ from sdmlm.storage.record import read_record
 if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
 
-WRITTEN_BY = "Written by sdmlm"  # a card of ours may be replaced
+WRITTEN_BY = "Written by sdmlm"  # marks cards that may be overwritten
 ALPHAS = (0.8, 0.9, 0.95, 0.99)
 
 HEAD = """\
@@ -202,7 +202,7 @@ def _sources(lm: SDMLanguageModel) -> dict[str, dict[str, Any]]:
     """Where the rows came from, as `sdmlm train` recorded it, and `sdmlm calibrate` after it."""
     known: dict[str, dict[str, Any]] = {}
     if lm.folder is not None:
-        with contextlib.suppress(ValueError):  # a card can do without
+        with contextlib.suppress(ValueError):  # the card is complete without it
             data = (read_record(lm.folder) or {}).get("data", {})
             known = {str(name): dict(source) for name, source in data.items() if source}
     calibrated = lm.metadata.get("calibrated")

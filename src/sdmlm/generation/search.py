@@ -97,7 +97,10 @@ def run_search(
     neighbors: int,
     progress: bool = True,
 ) -> Searched:
-    """Answer prompts under a policy; `read` are their ids. Prompts that are still open are tried together; see `SDMLanguageModel.generate`."""
+    """Answer prompts under a policy; `read` are their token ids. See `SDMLanguageModel.generate`.
+
+    Each round tries all prompts without a verified answer together.
+    """
     policy = as_policy(search)
     if not isinstance(policy, SearchPolicy):
         raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
@@ -153,7 +156,7 @@ def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
 
 
 def _fits(encoder: Encoder, context: Prompt | PromptIds, prefix: str) -> bool:
-    """Whether there is room for an answer after all that; a prompt that has outgrown the context is not tried again."""
+    """Whether the context has room for another answer; a prompt that has grown too long is not tried again."""
     try:
         encoder.encode_prompt(context, 1 + len(encoder.continuation(prefix)))
     except ValueError:
@@ -180,7 +183,7 @@ def _verifications(
     calibration = next((c for c in known if c.matches(policy, alpha, sampling, lm.digest())), None)
     if calibration is not None:  # otherwise they are decided by the layer's own region already
         scores = decided(scores, calibration.deciding, alpha)
-    plain = calibration is not None or policy.budget == 0  # with no further try nothing was chosen
+    plain = calibration is not None or policy.budget == 0  # a budget of 0 leaves nothing to choose from
     shown = (lm.estimator if calibration is None else calibration).region(alpha)
     judged = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
     remark = "" if plain else NOT_CALIBRATED

@@ -37,10 +37,10 @@ STEPS, DELTA = 5, 0.05  # thresholds that are tested for a search, and the chanc
 
 @dataclass(frozen=True)
 class SearchCalibration:
-    """The final answers of a policy over calibration prompts, with true labels: what its region is found from.
+    """The final answers of a search policy to calibration prompts, with true labels. They determine the policy's region.
 
-    It holds for the settings it was made with: the policy, the alpha that branching looked at, how the LM writes, and the
-    SDM layer with its support (`estimator`, a digest). `regions` are that layer's own, by alpha.
+    It is valid only for the settings it was made with: the policy, the alpha that decides whether to try again, the
+    sampling settings, and the SDM layer with its support (`estimator`, a digest). `regions` are that layer's own, by alpha.
     """
 
     policy: SearchPolicy
@@ -63,7 +63,7 @@ class SearchCalibration:
         return {}
 
     def region(self, alpha: float | None = None) -> HighReliabilityRegion:
-        """The region of the policy's final answers, at the alpha of its branching or another of `regions`."""
+        """The region of the policy's final answers, at the policy's own alpha (default) or another one of `regions`."""
         alpha = self.alpha if alpha is None else check_alpha(alpha)
         if alpha not in self._regions:
             own = next((region for region in self.regions if region.alpha == alpha), None)
@@ -88,7 +88,7 @@ class SearchCalibration:
 
     @property
     def accepted_right(self) -> int:
-        """How many of those are right; they are all accepted as Yes."""
+        """How many accepted answers are right (the region accepts only the verdict Yes)."""
         return int((self.accepted & (np.array(self.labels) == 1)).sum())
 
     def matches(self, policy: SearchPolicy, alpha: float, sampling: Sampling, estimator: str) -> bool:
@@ -104,7 +104,7 @@ class SearchCalibration:
     def from_dict(cls, metadata: Mapping[str, Any]) -> SearchCalibration:
         """What `to_dict` gave."""
         sampling = {**metadata["sampling"], "stop": tuple(metadata["sampling"]["stop"])}
-        found = cls(
+        calibration = cls(
             SearchPolicy(**metadata["policy"]),
             check_alpha(metadata["alpha"]),
             Sampling(**sampling),
@@ -116,9 +116,13 @@ class SearchCalibration:
                 for alpha, q_min, no, yes in metadata["regions"]
             ),
         )
-        if len({len(found), *map(len, (found.labels, found.predictions, found.q_prime, found.p, found.tries))}) != 1:
+        columns = (
+            *(calibration.ids, calibration.labels, calibration.predictions),
+            *(calibration.q_prime, calibration.p, calibration.tries),
+        )
+        if len({len(column) for column in columns}) != 1:
             raise ValueError("its columns differ in length")
-        return found
+        return calibration
 
 
 def verified_region(
@@ -130,10 +134,10 @@ def verified_region(
 ) -> HighReliabilityRegion:
     """The part of the SDM layer's own region where final answers accepted as Yes are right at least alpha of the time.
 
-    Algorithm 1 asks for both true classes, and a search leaves hardly any answer that is accepted as No: it went on from
-    those. So only the verdict that a search is for is accepted, Yes, and its accuracy is what is asked for, with a margin for
-    chance: thresholds of 1, 2, 4, 8 and 16 times the layer's q'_min are tested as `certify` does, and the lowest that passes
-    is taken. No easier than for a single answer.
+    Algorithm 1 needs answers of both true classes, but hardly any final answer is accepted as No: the search tries again
+    after those. So the region accepts only the verdict Yes, and its accuracy is tested with a margin for chance: thresholds
+    of 1, 2, 4, 8 and 16 times the layer's q'_min are tested as `certify` does, and the lowest that passes is used. It is
+    never below the threshold for single answers.
     """
     start = math.inf
     if math.isfinite(own.q_min):
@@ -160,10 +164,10 @@ def calibrate_search(
     """Run a policy on calibration prompts and find the region of its final answers, `verified_region`.
 
     rows: D_ca, the rows that the model's SDM layer was fitted over, in their order. Only the prompts of its calibration half
-    are used: the support holds a document of every other prompt, which an answer to that prompt would find again, as no
-    answer to a new prompt can. reward: r, which gives the true labels of the final answers; default: that of the SDM layer. The other settings
-    are those of `generate`. The result joins `lm.search_calibrations` and, with `save`, `sdm/search.json` of the model's
-    folder; `generate` uses it wherever policy and settings are the same.
+    are used: the support holds a document for each of the other prompts, which would be an unusually near neighbour of an
+    answer to the same prompt. reward: r, which gives the true labels of the final answers; default: that of the SDM layer.
+    The other settings are those of `generate`. The result is added to `lm.search_calibrations` and, with `save`, to
+    `sdm/search.json` in the model's folder; `generate` uses it wherever policy and settings are the same.
     """
     policy = as_policy(policy)
     sampling = lm.sampling(max_new_tokens, temperature, top_p, stop)
@@ -175,11 +179,11 @@ def calibrate_search(
     ids = _calibration_rows(lm, rows)
     chosen = [rows[i] for i in ids]
     prompts = [row["prompt"] for row in chosen]
-    found = run_search(lm, prompts, lm.read_prompts(prompts), policy, sampling, 0, alpha, 0, progress)
-    bodies = [answer.text for answer in found.answers]
+    result = run_search(lm, prompts, lm.read_prompts(prompts), policy, sampling, 0, alpha, 0, progress)
+    bodies = [answer.text for answer in result.answers]
     columns = dict.fromkeys(name for row in rows for name in row)
     labels = apply_reward(r, chosen, bodies, lm.tags, columns)
-    scores = found.scores
+    scores = result.scores
     calibration = SearchCalibration(
         policy,
         alpha,
@@ -190,7 +194,7 @@ def calibrate_search(
         tuple(scores.prediction.tolist()),
         tuple(scores.q_prime.tolist()),
         tuple((float(no), float(yes)) for no, yes in scores.p),
-        tuple(found.tries),
+        tuple(result.tries),
         tuple(lm.estimator.region(a) for a in sorted({*ALPHA_GRID, alpha})),
     )
 
@@ -203,7 +207,7 @@ def calibrate_search(
 
 
 def joined(known: Sequence[SearchCalibration], more: Sequence[SearchCalibration]) -> tuple[SearchCalibration, ...]:
-    """Both; of two for the same search that of `more`."""
+    """Both together; a calibration in `more` replaces one in `known` for the same search and settings."""
     others = [c for c in known if not any(c.matches(n.policy, n.alpha, n.sampling, n.estimator) for n in more)]
     return (*others, *more)
 

@@ -124,7 +124,7 @@ def _headline(
         says += f" All figures are averages over {len(estimator.layers_)} cross-fitted layers."
     elif len(estimator.layers_) > 1:
         says += f" (An ensemble of {len(estimator.layers_)} models; the plots show the best one.)"
-    facts = [
+    rows = [
         ["alpha", f"{region.alpha:g}"],
         ["q'min", page.number(region.q_min)],
         ["accepted", f"{accepted} ({page.share(accepted, n)})"],
@@ -140,12 +140,12 @@ def _headline(
         body += f"<p>{page.text('The estimator: ' + rule.sentence(names))}</p>"
         near = rule.near_enough(view.d)
         low, far = int((near & ~view.accepted).sum()), int((~near).sum())
-        facts[1:2] = [
+        rows[1:2] = [
             ["least Distance d", page.number(rule.least_distance)],
             ["given up because d is smaller", f"{far} ({page.share(far, n)})"],
             ["given up because the confidence is too low", f"{low} ({page.share(low, n)})"],
         ]
-    body += page.table("In numbers", None, facts)
+    body += page.table("In numbers", None, rows)
     title = "The SDM layer over its calibration points" if what == "calibration points" else "At a glance"
     return page.section(title, body + _by_class(region, view, what, names))
 

@@ -24,19 +24,19 @@ def write_report(
     path: str | Path,
     name: str,
     estimator: SDMEstimator,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     record: Mapping[str, Any] | None,
     evaluations: Mapping[str, Evaluation],
     searches: Sequence[SearchCalibration],
     feedback: int,
 ) -> None:
-    """`facts` is sdm/lm.json, `record` training.json (if there is one), `evaluations` are by test set."""
-    tags = facts["tags"]
+    """Write the report. `metadata` is sdm/lm.json, `record` is training.json if there is one; evaluations by test set."""
+    tags = metadata["tags"]
     run = Run(
         "",
         name,
         name,
-        int((facts["training"] or {}).get("seed", 0)),
+        int((metadata["training"] or {}).get("seed", 0)),
         dict(evaluations),
         list(record["log_history"]) if record else [],
     )
@@ -44,7 +44,7 @@ def write_report(
         more = [
             ("Over training", _training(run)),
             ("Search", _searches(searches)) if searches else None,
-            ("How it was made", _made(facts, record, feedback)),
+            ("How it was made", _made(metadata, record, feedback)),
         ]
         first = [("On test sets: the LM's own answers", _tests(run))] if evaluations else []
     title = f"SDM language model: {name}"
@@ -56,9 +56,9 @@ def write_report(
 def _tests(run: Run) -> str:
     from sdmlm.experiments.tables import tables
 
-    found = tables([run])
-    full = page.comparison("By class and by prediction", found.full())
-    return paper_table(found, "selective", {}) + paper_table(found, "generation", {}) + full
+    paper_tables = tables([run])
+    full = page.comparison("By class and by prediction", paper_tables.full())
+    return paper_table(paper_tables, "selective", {}) + paper_table(paper_tables, "generation", {}) + full
 
 
 def _training(run: Run) -> str:
@@ -90,14 +90,14 @@ def _searches(searches: Sequence[SearchCalibration]) -> str:
     return page.table("Searches that were calibrated as a whole, over calibration prompts", heads, rows)
 
 
-def _made(facts: Mapping[str, Any], record: Mapping[str, Any] | None, feedback: int) -> str:
-    rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in (facts["training"] or {}).items()]
-    rows += [[key, json.dumps(facts[key], ensure_ascii=False)] for key in ("tags", "max_length", "max_new_tokens")]
-    rows += [["documents added by feedback", str(feedback)], ["written by sdmlm", str(facts["sdmlm_version"])]]
+def _made(metadata: Mapping[str, Any], record: Mapping[str, Any] | None, feedback: int) -> str:
+    rows = [[key, json.dumps(value, ensure_ascii=False)] for key, value in (metadata["training"] or {}).items()]
+    rows += [[key, json.dumps(metadata[key], ensure_ascii=False)] for key in ("tags", "max_length", "max_new_tokens")]
+    rows += [["documents added by feedback", str(feedback)], ["written by sdmlm", str(metadata["sdmlm_version"])]]
     out = page.table("The SDM layer's settings", ["setting", "value"], rows)
     if record:
         parts = dict(record["data"])
-        if again := facts.get("calibrated"):  # by `sdmlm calibrate`, after the run
+        if again := metadata.get("calibrated"):  # by `sdmlm calibrate`, after the run
             parts["calibration"] = {**again, "used": again["rows"]}
         data = [[part, str(p["source"]), str(p["used"]), p["sha256"][:12]] for part, p in parts.items()]
         out += page.table("Rows", ["part", "source", "rows", "SHA-256"], data)

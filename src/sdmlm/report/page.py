@@ -75,7 +75,7 @@ def table(caption: str, head: Sequence[str] | None, rows: Sequence[Sequence[str]
 
 
 def _aligned(head: str) -> str:
-    """Names are read from the left, numbers stand on the right."""
+    """Align names left and numbers right."""
     return " class='name'" if head in ("model", "estimator", "setting") else ""
 
 

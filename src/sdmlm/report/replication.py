@@ -40,7 +40,7 @@ def write_report(
     first: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write the page in one step; `intro` stands on top, `first` and `more` are further sections, as (title, HTML)."""
-    published = all(run.task == "word_ordering" for run in runs)  # the paper's figures are about nothing else
+    published = all(run.task == "word_ordering" for run in runs)  # the only task in the paper
     with matplotlib.rc_context(plots.STYLE):
         sections = [
             f"<p>{page.text(intro)}</p>" if intro else "",
@@ -123,7 +123,7 @@ def _runs(runs: Sequence[Run]) -> str:
 
 
 def _words(alpha: float) -> str:
-    """What the tables take for known."""
+    """An explanation of the terms that the tables use."""
     words = {
         "CE, SDM": "fine-tuned with cross-entropy, or with the SDM loss",
         "HN": "with hard negatives: wrong answers that the model gives while it is being trained",
@@ -270,9 +270,9 @@ def _training(runs: Sequence[Run]) -> str:
 
 
 def evaluations_of(history: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """By evaluation: the epoch and each of the panels, NaN where a run has no such number (or an infinite one).
+    """Columns with one value per evaluation: the epoch and the quantity of each panel, NaN where it is missing or infinite.
 
-    The base is logged with the steps: its mean over the logs since the evaluation before.
+    `base` is logged with training steps, so its value is the mean over the logs since the previous evaluation.
     """
     out: dict[str, list[float]] = {name: [] for name in ("epoch", *(name for name, _ in _PANELS))}
     bases: list[float] = []
@@ -281,23 +281,23 @@ def evaluations_of(history: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
             bases.append(row["base"])
         if "eval_loss" not in row:
             continue
-        found = {**row, "base": float(np.mean(bases)) if bases else None}
+        entry = {**row, "base": float(np.mean(bases)) if bases else None}
         bases = []
         for name, values in out.items():
-            value = found.get(name)
+            value = entry.get(name)
             values.append(float("nan") if value is None else float(value))
     return out
 
 
 def training_curves(runs: Sequence[Run]) -> Figure | None:
-    """One panel for each quantity; None where no run was ever evaluated while it was trained."""
+    """One panel for each quantity; None if no run was evaluated during training."""
     settings = sorted({run.setting for run in runs}, key=setting_order)
     ordered = sorted(runs, key=lambda run: (setting_order(run.setting), run.seed))
     curves = [(run, evaluations_of(run.history)) for run in ordered]
-    if not any(found["epoch"] for _, found in curves):
+    if not any(curve["epoch"] for _, curve in curves):
         return None
-    # Fine-tuning with cross-entropy has only the last of them
-    shown = [panel for panel in _PANELS if any(np.isfinite(found[panel[0]]).any() for _, found in curves)]
+    # Fine-tuning with cross-entropy logs only the last panel's quantity
+    shown = [panel for panel in _PANELS if any(np.isfinite(curve[panel[0]]).any() for _, curve in curves)]
     columns = min(3, len(shown) + 1)  # one for the legend
     rows = -(-(len(shown) + 1) // columns)
     figure = Figure(figsize=(9.2, 3.2 * rows), layout="constrained")
@@ -306,20 +306,20 @@ def training_curves(runs: Sequence[Run]) -> Figure | None:
         axes.axis("off")
     for axes, (name, title) in zip(panels, shown, strict=False):
         named: set[str] = set()
-        for run, found in curves:
-            if not np.isfinite(found[name]).any():
+        for run, curve in curves:
+            if not np.isfinite(curve[name]).any():
                 continue
             n = settings.index(run.setting) % len(_LINES)
             style = {
                 "color": plots.PALETTE[n],
-                # A line through one or two points would suggest a trend that nobody has seen.
-                "linestyle": _LINES[n] if len(found["epoch"]) > 2 else "",
+                # A line through one or two points would suggest a trend.
+                "linestyle": _LINES[n] if len(curve["epoch"]) > 2 else "",
                 "linewidth": 1.3,
                 "marker": "os^Dvp"[n],
-                "markersize": 3 if len(found["epoch"]) > 3 else 6,
+                "markersize": 3 if len(curve["epoch"]) > 3 else 6,
             }
             axes.plot(
-                found["epoch"], found[name], label=None if run.setting in named else plots.plain(run.label), **style
+                curve["epoch"], curve[name], label=None if run.setting in named else plots.plain(run.label), **style
             )
             named.add(run.setting)
         axes.set(title=title, xlabel="Epoch")

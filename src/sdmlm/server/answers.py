@@ -16,10 +16,10 @@ _TEXT_FIELDS = ("text", "completion", "generated")
 
 def evidence(judged: Judged, withheld: bool = False) -> dict[str, Any]:
     """What the SDM layer says about an answer, and the region that decided; without the text where that is withheld."""
-    facts = judged.verification.to_dict()
+    fields = judged.verification.to_dict()
     if withheld:
-        facts.update(dict.fromkeys(_TEXT_FIELDS))
-    return {**facts, "region": judged.region}
+        fields.update(dict.fromkeys(_TEXT_FIELDS))
+    return {**fields, "region": judged.region}
 
 
 def usage(judged: Sequence[Judged], n: int) -> dict[str, int]:

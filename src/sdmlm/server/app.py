@@ -48,7 +48,7 @@ class Service:
 
     @contextlib.contextmanager
     def at_work(self, check: bool = True) -> Iterator[None]:
-        """A request that costs, while it does; refused at its start where there are too many."""
+        """Count a request as in progress; with `check`, refuse it if too many are already."""
         if check and self.in_progress >= self.settings.max_concurrent:
             raise busy(f"{self.in_progress} requests are in progress, and no more may be: try again later.", 1.0)
         self.in_progress += 1
@@ -62,16 +62,16 @@ class Service:
         return read_json(await read_body(request, self.settings.max_body_bytes, self.settings.timeout))
 
     async def generate(self, ask: protocol.Ask, on_text: OnText | None = None) -> list[Judged]:
-        """Answers in time, counted."""
+        """Answers within the time limit, counted in the metrics."""
         with self.at_work(check=False):  # a stream goes on after the request has been read and checked
             return self.counted(await self.in_time(self.writer.generate(ask, on_text)))
 
     async def verify(self, documents: list[protocol.GivenAnswer], sdm: protocol.SdmOptions) -> list[Judged]:
-        """Verdicts in time, counted."""
+        """Verdicts within the time limit, counted in the metrics."""
         return self.counted(await self.in_time(self.model.verify(documents, sdm)))
 
     async def in_time(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of some work, or the error that it takes too long."""
+        """The result of some work, or an error if it exceeds the time limit."""
         try:
             return await asyncio.wait_for(work, self.settings.timeout)
         except TimeoutError as error:
@@ -116,7 +116,7 @@ def make_app(model: Model, settings: ServerSettings) -> FastAPI:
 
 
 def add_answers(app: FastAPI, service: Service) -> None:
-    """OpenAI's two ways to ask."""
+    """The routes /v1/chat/completions and /v1/completions."""
 
     async def answer(request: Request, ask: protocol.Ask) -> Response:
         builder = ResponseBuilder.of(ask, service.model.name, service.model.fingerprint)
@@ -173,7 +173,7 @@ def add_documents(app: FastAPI, service: Service) -> None:
 
 
 def add_metadata(app: FastAPI, service: Service) -> None:
-    """What can be known without asking the model."""
+    """Routes that need no pass of the model."""
 
     def card() -> dict[str, Any]:
         return {"id": service.model.name, "object": "model", "created": service.model.created, "owned_by": "sdmlm"}

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's format: {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 

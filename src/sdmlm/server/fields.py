@@ -36,14 +36,14 @@ def _no_constant(name: str) -> Any:
 
 
 def _where(error: Exception) -> str:
-    """What is wrong with the JSON, without a word of what it says."""
+    """What is wrong with the JSON, without quoting it."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg[0].lower()}{error.msg[1:]} (line {error.lineno}, column {error.colno})"
     return "it is nested too deeply" if isinstance(error, RecursionError) else "it holds a number that is none"
 
 
 def check_names(body: Body, known: Collection[str], where: str = "") -> None:
-    """Refuse fields that nobody knows. `where` is the field that holds them, with a dot."""
+    """Refuse unknown fields. `where` is the field that holds them, with a dot."""
     for name in body:
         if name not in known:
             shown = name if len(name) <= 40 else name[:40] + "..."
@@ -133,7 +133,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value that is short, otherwise only its kind."""
+    """The value if it is short, otherwise only its type."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float, str)) and len(str(value)) <= 40:

@@ -18,7 +18,7 @@ EXAMPLES = 6
 
 
 def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
-    """The answer of GET /v1/sdm. To be called where nobody changes the model meanwhile."""
+    """The answer of GET /v1/sdm. The model must not change during the call."""
     estimator, tags = lm.estimator, lm.tags
     region = estimator.region(lm.alpha)
     return {
@@ -69,20 +69,20 @@ def examples(lm: SDMLanguageModel, count: int = EXAMPLES) -> list[str]:
     if not lm.tokenizer.chat_template:
         return []
     shell = _shell(lm.encoder)
-    found: list[str] = []
+    prompts: list[str] = []
     for id in lm.estimator.support_ids_:
         document = lm.estimator.documents_.get(id, "")
         if shell is not None and document.startswith(shell[0]):
             prompt, after, _ = document[len(shell[0]) :].partition(shell[1])
-            if after and prompt.strip() and prompt not in found:
-                found.append(prompt)
-        if len(found) == count:
+            if after and prompt.strip() and prompt not in prompts:
+                prompts.append(prompt)
+        if len(prompts) == count:
             break
-    return found
+    return prompts
 
 
 def _shell(encoder: Encoder) -> tuple[str, str] | None:
-    """What stands before and after a single user message, as documents are decoded: what two of them share."""
+    """The decoded text before and after a single user message: what the prompts of two messages have in common."""
     one, other = (encoder.decode(encoder.encode_prompt([{"role": "user", "content": c}])) for c in ("a", "b"))
     at = next((n for n, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), None)
     return None if at is None or one[at + 1 :] != other[at + 1 :] else (one[:at], one[at + 1 :])

@@ -33,7 +33,7 @@ class Model:
         self.engine = Engine(self._worker, settings.max_batch, settings.max_queue)
 
     def max_tokens(self, asked: int | None) -> int:
-        """Tokens of an answer: as asked for, or as in the SDM layer's own documents; beyond the context there are none."""
+        """max_new_tokens: as requested, but no more than the context; by default as in the SDM layer's own documents."""
         default = self._lm.sampling().max_new_tokens
         return default if asked is None else min(asked, self._lm.encoder.max_length or MAX_TOKENS)
 
@@ -91,7 +91,7 @@ class Model:
         await self.engine.do([Alone(remove)])
 
     def check_rows(self, rows: int, param: str) -> None:
-        """Refuse what would never be let into the queue."""
+        """Refuse a request that could never fit into the queue."""
         if rows > self.max_rows:
             raise refused(param, f"The request asks for {rows} verdicts but at most {self.max_rows} fit at once.")
 
@@ -99,7 +99,7 @@ class Model:
         return self.alpha if sdm.alpha is None else sdm.alpha
 
     def close(self, seconds: float | None = None) -> None:
-        """Finish what is there."""
+        """Finish the queued tasks and stop."""
         self.engine.close(seconds)
 
 

@@ -23,7 +23,7 @@ MAX_BUDGET = 64
 INT64 = 2**63
 
 HONOURED = {"model", "n", "stop", "max_tokens", "temperature", "top_p", "seed", "stream", "stream_options", "sdm"}
-# Not supported, with the values that ask for nothing.
+# Unsupported fields, with the values that have no effect and are therefore allowed.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -57,7 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 SDM_FIELDS = {"alpha", "on_reject", "budget", "neighbors"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# What a message of an earlier answer carries, as clients send it back: null, or nothing to read.
+# Clients send earlier answers back with more fields: those in MESSAGE_EMPTY are allowed if they are null or empty.
 MESSAGE_FIELDS = {"role", "content", "refusal"}
 MESSAGE_EMPTY = {"name", "tool_calls", "function_call", "audio", "annotations"}
 
@@ -277,7 +277,7 @@ def _read_stop(stop: Any) -> tuple[str, ...]:
 
 
 def check_model(body: Body, model: str) -> None:
-    """The model may be left out, but another one is not here."""
+    """The model may be omitted; any other name than ours is refused."""
     asked = body.get("model")
     if asked is None or asked == model:
         return

@@ -20,7 +20,7 @@ class Upstream:
         try:
             parts = urlsplit(self.url)
             known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is none
+        except ValueError:  # not a valid port
             known = False
         if not known:
             raise ValueError(f"The upstream {self.url!r} is no address: give one like http://127.0.0.1:8001/v1.")
@@ -30,7 +30,7 @@ class Upstream:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """All of them have defaults that suit one machine."""
+    """Settings of the server; the defaults suit one machine."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -18,8 +18,8 @@ OnText = Callable[[int, str], None]
 class AnswerStream:
     """The events of one request. `generate(on_text)` makes the answers; it runs from the start, read or not.
 
-    `begin` waits for the first thing to say, so that what goes wrong before it can still be an error with a status of its
-    own. `close` stops the generation: call it whatever happens.
+    `begin` waits for the first text, so that an error before it can still get its own HTTP status. `close` stops the
+    generation and must always be called.
     """
 
     def __init__(self, builder: ResponseBuilder, generate: Callable[[OnText | None], Awaitable[list[Judged]]]) -> None:
@@ -57,7 +57,7 @@ class AnswerStream:
                 yield _event(builder.last(n, each))
             if builder.ask.include_usage:
                 yield _event(builder.used(judged))
-        except ApiError as error:  # the status has long been sent
+        except ApiError as error:  # too late for an HTTP error: the status has been sent
             yield _event(error.body())
         except Exception as error:
             report(error)
@@ -67,7 +67,7 @@ class AnswerStream:
         yield b"data: [DONE]\n\n"
 
     def close(self) -> None:
-        """Nobody reads on."""
+        """Stop the generation: the client reads no further."""
         self._answers.cancel()
 
 

@@ -22,7 +22,7 @@ from sdmlm.server.errors import ApiError
 from sdmlm.server.settings import Upstream
 
 _READ = 65_536
-_MAX_BYTES = 16_000_000  # of an answer: more is not an answer
+_MAX_BYTES = 16_000_000  # limit for one response
 _THEIR_FAULT, _CLIENTS_FAULT = "The upstream server", (400, 413, 422)
 
 
@@ -62,7 +62,7 @@ async def ask_events(upstream: Upstream, path: str, payload: dict[str, Any]) -> 
 
 
 def failed(what: str, code: str = "upstream_error") -> ApiError:
-    """The upstream is to blame."""
+    """An error of the upstream."""
     return ApiError(502, f"{_THEIR_FAULT} {what}.", code=code)
 
 
@@ -78,7 +78,7 @@ def _parsed(data: bytes) -> Any:
 
 @contextlib.asynccontextmanager
 async def _post(upstream: Upstream, path: str, payload: dict[str, Any]) -> AsyncIterator[Reply]:
-    """A reply with status 200; everything else is raised as the error that it is for our client."""
+    """A reply with status 200; any other status is raised as the error that our client gets."""
     parts = urlsplit(upstream.url.rstrip("/") + path)
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)

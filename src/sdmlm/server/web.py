@@ -1,4 +1,4 @@
-"""What HTTP asks of every request: bodies within bounds, keys, clients that leave, headers of answers."""
+"""HTTP handling for all routes: body limits, API keys, clients that disconnect, response headers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sdmlm.server.settings import ServerSettings
 from sdmlm.server.streaming import AnswerStream, to_json
 
 T = TypeVar("T")
-LEFT = 499  # status of a request whose client did not wait, for the metrics; nobody gets to see it
+LEFT = 499  # status in the metrics for a client that disconnected; never sent
 ALL_READ = "sdmlm.all_read"  # in a scope: its body has come in whole
 LINGER_BYTES, LINGER_SECONDS = 64_000_000, 5.0
 ROUTES = {
@@ -92,8 +92,8 @@ class StreamAnswer(StreamingResponse):
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     """The body, refused as soon as it is known to be too large, too slow, or not said to be JSON.
 
-    A body that is not declared as JSON is refused because a browser sends such a one for any page that asks it to, without
-    asking us first; a declared one needs our leave, which nobody gets.
+    Only application/json is accepted, to stop other sites' pages from posting here: a browser sends other content types
+    without asking, but JSON only after a CORS preflight request, which this server never grants.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -139,7 +139,7 @@ async def _gone(request: Request) -> None:
 
 
 class GuardMiddleware:
-    """The ASGI layer around the app: counts, keys, hosts, headers, and errors that nobody foresaw."""
+    """The ASGI layer around the app: metrics, API keys, hosts, headers, and unexpected errors."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -173,7 +173,7 @@ class GuardMiddleware:
             pass
         except Exception as error:
             report(error)
-            if status == LEFT:  # otherwise something has been sent, and all that can be done is to break off
+            if status == LEFT:  # otherwise a response has begun and can only be aborted
                 await ErrorAnswer(internal())(scope, receiving, sending)
         finally:
             self._metrics.request(route_of(_route_path(scope)), status, time.perf_counter() - start)
@@ -181,8 +181,8 @@ class GuardMiddleware:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers, key = Headers(scope=scope), self._settings.api_key
         if key is None:
-            # A page of another site can point its name at this machine and so read what a server here says: only
-            # the names of this machine itself are answered to, unless there is a key.
+            # Against DNS rebinding: another site can point its name at this machine to read our answers. So without an
+            # API key, only this machine's own names are accepted as host.
             if self._settings.loopback and not _is_local(headers.get("host", "")):
                 return ApiError(421, "This server answers only to localhost.", code="misdirected_request")
             return None

@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> None:
     data = read_preferences(args.data, lm.tags)
     rows = held_out(data.rows, data.sha256, Path(args.model))
     with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
-        found = calibrate_search(
+        calibration = calibrate_search(
             lm,
             rows,
             search,
@@ -62,21 +62,20 @@ def _run(args: argparse.Namespace) -> None:
             stop=args.stop,
             alpha=args.alpha,
         )
-    facts = {"model": args.model, **summary(found)}
+    result = {"model": args.model, **summary(calibration)}
     if args.json:
-        common.print_json(facts)
+        common.print_json(result)
         return
     out = common.console(args)
-    share = common.percent(facts["verified"], facts["prompts"])
+    share = common.percent(result["verified"], result["prompts"])
     out.print(
-        f"{args.search} with a budget of {args.budget}, over {facts['prompts']} calibration prompts: "
-        f"{facts['tries']:.2f} tries a prompt, {common.percent(facts['right'], facts['prompts'])} of the final answers right.",
+        f"{args.search} with a budget of {args.budget}, over {result['prompts']} calibration prompts: "
+        f"{result['tries']:.2f} tries a prompt, {common.percent(result['right'], result['prompts'])} of the final answers right.",
         markup=False,
     )
-    out.print(
-        f"alpha {found.alpha:g}: q'min {common.number(found.region().q_min)}, {share} of the final answers verified."
-    )
-    if not facts["verified"]:
+    q_min = common.number(calibration.region().q_min)
+    out.print(f"alpha {calibration.alpha:g}: q'min {q_min}, {share} of the final answers verified.")
+    if not result["verified"]:
         common.warn(
             "no final answer lies in the region, so this search will have none verified: look at the SDM layer first "
             "(sdmlm report), and try a lower --alpha."
@@ -84,16 +83,16 @@ def _run(args: argparse.Namespace) -> None:
     out.print(f"Written: {args.model}/sdm/search.json. sdmlm generate --search and sdmlm serve use it.", markup=False)
 
 
-def summary(found: SearchCalibration) -> dict[str, Any]:
+def summary(calibration: SearchCalibration) -> dict[str, Any]:
     """What a calibrated search does on its own prompts."""
     return {
-        "policy": found.to_dict()["policy"],
-        "alpha": found.alpha,
-        "prompts": len(found),
-        "tries": sum(found.tries) / len(found),
-        "right": sum(found.labels),
-        "verified": int(found.accepted.sum()),
-        "verified_right": found.accepted_right,
-        "q_min": found.region().q_min,
-        "psi": found.region().psi[1],
+        "policy": calibration.to_dict()["policy"],
+        "alpha": calibration.alpha,
+        "prompts": len(calibration),
+        "tries": sum(calibration.tries) / len(calibration),
+        "right": sum(calibration.labels),
+        "verified": int(calibration.accepted.sum()),
+        "verified_right": calibration.accepted_right,
+        "q_min": calibration.region().q_min,
+        "psi": calibration.region().psi[1],
     }

@@ -94,7 +94,7 @@ def _certify_estimator(args: argparse.Namespace) -> None:
     y = common.labels_of(data, args.embeddings)
     known = {*estimator.support_ids_, *estimator.calibration_ids_}
     shared = sum(isinstance(i, str) and i in known for i in data.ids)
-    if shared:  # numbers say nothing: every file may count from 0
+    if shared:  # numeric ids are not compared: every file may count from 0
         common.warn(f"{args.embeddings} shares {shared} ids with the fitted points; a certificate needs fresh ones.")
     certificate = estimator.certify(data.X, y, args.delta, _classes(args.classes, names), args.promise, args.epsilon)
     if args.output:
@@ -107,9 +107,9 @@ def _certify_estimator(args: argparse.Namespace) -> None:
         test["predicted_class"] = names[test["predicted_class"]]
     if args.json:
         region = certificate.region
-        facts = None if region is None else {"q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
+        limits = None if region is None else {"q_min": region.q_min, "psi": dict(zip(names, region.psi, strict=True))}
         head = {"certified": region is not None, "alpha": certificate.alpha, "delta": certificate.delta}
-        common.print_json({**head, "says": certificate.sentence(names), "region": facts, "tests": tests})
+        common.print_json({**head, "says": certificate.sentence(names), "region": limits, "tests": tests})
     else:
         _show(args, certificate.sentence(names), tests)
 

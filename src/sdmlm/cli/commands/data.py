@@ -68,7 +68,7 @@ def word_ordering(args: argparse.Namespace) -> None:
 
     output = _new_folder(args.output)
     sentences = [sentence for source in args.sentences for sentence in read_sentences(source)]
-    found = make_splits(
+    splits = make_splits(
         sentences,
         None if args.harvard is None else read_sentences(args.harvard),
         **_sizes(args),
@@ -76,7 +76,7 @@ def word_ordering(args: argparse.Namespace) -> None:
         min_words=args.min_words,
         max_words=args.max_words,
     )
-    _write(args, output, found.rows, found.left_out)
+    _write(args, output, splits.rows, splits.left_out)
 
 
 def arithmetic(args: argparse.Namespace) -> None:
@@ -92,9 +92,11 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def read_sentences(source: str) -> list[str]:
-    """The lines of a text file, the sentences of the demo's grammar ("demo"), or the `sentence` (or `text`) column of a data
-    set of the Hub, as name, name:split (also train[:9]) or name:configuration:split; a cell with several lines is as many
-    sentences."""
+    """Sentences from a text file (one per line), the demo's grammar ("demo"), or a data set of the Hub.
+
+    A data set is given as name, name:split (also train[:9]) or name:configuration:split. Its column `sentence` or `text` is
+    read; every line of a cell is a sentence.
+    """
     if source == "demo":
         from sdmlm.demo.sentences import settled_sentences
 
@@ -107,7 +109,7 @@ def read_sentences(source: str) -> list[str]:
         return lines
     if path.exists() or source.startswith((".", "/", "~")) or path.suffix == ".txt":
         raise ValueError(f"{source} is no file: give a text file with one sentence a line, or a data set of the Hub.")
-    parts = re.split(r":(?![^\[]*\])", source)  # the colon of train[:9] is the split's own
+    parts = re.split(r":(?![^\[]*\])", source)  # not at the colon inside train[:9]
     name, *config, split = parts if len(parts) > 1 else (source, "train")
     if len(config) > 1 or not all((name, *config, split)):
         raise ValueError(f"{source} is no name of a data set: give name, name:split or name:configuration:split.")
@@ -160,14 +162,14 @@ def _write(
     for name, rows in splits.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_text_atomically(output / f"{name}.jsonl", text)
-    facts = {
+    result = {
         "output": str(output),
         "rows": {name: len(rows) for name, rows in splits.items()},
         "left_out": {why: n for why, n in left_out.items() if n},
         "seed": args.seed,
     }
     if args.json:
-        common.print_json(facts)
+        common.print_json(result)
         return
     out = common.console(args)
     table = common.rich_table(f"Rows written to {output}", ("file", "rows", "words in a prompt"), left=["file"])
@@ -175,9 +177,9 @@ def _write(
         words = sum(len(row["prompt"].split()) for row in rows) / len(rows)
         table.add_row(f"{name}.jsonl", str(len(rows)), f"{words:.1f}")
     out.print(table)
-    if facts["left_out"]:
-        out.print("Left out: " + ", ".join(f"{n} {why}" for why, n in facts["left_out"].items()) + ".")
+    if result["left_out"]:
+        out.print("Left out: " + ", ".join(f"{n} {why}" for why, n in result["left_out"].items()) + ".")
     if {"train", "calibration"} <= splits.keys():
         rows_of = f"--data {output}/train.jsonl --calibration {output}/calibration.jsonl"
-        judged = "" if reward is None else f" --reward {reward}"  # exact match is the default, and right elsewhere
+        judged = "" if reward is None else f" --reward {reward}"  # None: the default, exact match, fits the task
         out.print(f"Next: sdmlm train --model M {rows_of}{judged} --output runs/lm", markup=False, soft_wrap=True)

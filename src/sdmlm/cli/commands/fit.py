@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> None:
 
         title = f"SDM estimator fitted on {args.embeddings}"
         write_report(args.report, estimator, title=title, class_names=data.class_names)
-    facts = summary(estimator, data.class_names)
+    result = summary(estimator, data.class_names)
     if args.json:
-        common.print_json({"output": args.output, "report": args.report, **facts})
+        common.print_json({"output": args.output, "report": args.report, **result})
     else:
-        _show(args, facts)
+        _show(args, result)
 
 
 def _calibration(held: Embeddings, path: str, data: Embeddings) -> tuple[Any, Any, list[int | str]]:
@@ -83,10 +83,10 @@ def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
+def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     from rich.text import Text
 
-    out, ca = common.console(args), facts["calibration"]
+    out, ca = common.console(args), result["calibration"]
     columns = ("class", "points", "loss", "accuracy", "psi", "accepted", "accuracy accepted")
     table = common.rich_table("Calibration points", columns, left=["class"])
     for name, row in ca["classes"].items():
@@ -96,13 +96,13 @@ def _show(args: argparse.Namespace, facts: dict[str, Any]) -> None:
         table.add_row(Text(name), str(row["points"]), *numbers, accepted, accuracy)
     out.print(table)
     share = common.percent(ca["accepted"], ca["points"])
-    out.print(f"alpha {facts['alpha']:g}: q'min {common.number(facts['q_min'])}, balanced loss {facts['loss']:.4f}")
+    out.print(f"alpha {result['alpha']:g}: q'min {common.number(result['q_min'])}, balanced loss {result['loss']:.4f}")
     out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
     out.print(
-        "Settings: " + ", ".join(f"{name} {value}" for name, value in facts["settings"].items()) + ".", markup=False
+        "Settings: " + ", ".join(f"{name} {value}" for name, value in result["settings"].items()) + ".", markup=False
     )
-    if facts["certificate"] is not None:
-        out.print(facts["certificate"]["says"], markup=False)
+    if result["certificate"] is not None:
+        out.print(result["certificate"]["says"], markup=False)
     elif not ca["accepted"]:
-        common.warn(f"{common.nothing_accepted(facts)}, a higher learning rate or more data.")
+        common.warn(f"{common.nothing_accepted(result)}, a higher learning rate or more data.")
     out.print(f"Saved to {args.output}." + (f" Report: {args.report}." if args.report else ""), markup=False)

@@ -49,7 +49,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_writing(parser: argparse.ArgumentParser, calibrating: bool = False) -> None:
-    """How the LM writes; to calibrate a search, it must be named, and its chance is always the same."""
+    """Sampling options. To calibrate a search, --search is required and there is no --seed."""
     group = parser.add_argument_group("writing")
     group.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="bound of an answer (as the SDM layer was fitted)"

@@ -41,18 +41,18 @@ def run(args: argparse.Namespace) -> None:
     output = args.output or str(folder / "report.html")
     common.check_output_file(output, ".html")
     sdm = folder / SDM_FOLDER
-    facts = read_lm_metadata(sdm)
+    metadata = read_lm_metadata(sdm)
     estimator = SDMEstimator.from_pretrained(sdm)
     if args.alpha is not None:
         estimator.recalibrate(args.alpha)
-    feedback = load_feedback(sdm, facts["fingerprint"])
+    feedback = load_feedback(sdm, metadata["fingerprint"])
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
     searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
     runs, others = read_evaluations(folder, layer_sha256(sdm))
     for path in others:
         common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
-    write_report(output, folder.name, estimator, facts, read_record(folder), runs, searches, len(feedback.items))
+    write_report(output, folder.name, estimator, metadata, read_record(folder), runs, searches, len(feedback.items))
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **summarize_calibration(estimator).metrics()})
         return

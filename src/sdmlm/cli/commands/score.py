@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> None:
 
         title = f"SDM decisions on {args.embeddings}"
         write_report(args.report, estimator, data, scores, title=title, class_names=names, region=region)
-    facts = {**region.to_dict(names), "summary": summary(estimator, data, scores, names)}
+    result = {**region.to_dict(names), "summary": summary(estimator, data, scores, names)}
     if args.json:
-        common.print_json({**facts, "output": args.output, "report": args.report, "rows": rows})
+        common.print_json({**result, "output": args.output, "report": args.report, "rows": rows})
     else:
-        _show(args, estimator, data, scores, names, facts)
+        _show(args, estimator, data, scores, names, result)
 
 
 def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> tuple[Scores, HighReliabilityRegion]:
@@ -171,12 +171,12 @@ def _show(
     data: Embeddings,
     scores: Scores,
     names: list[str],
-    facts: dict[str, Any],
+    result: dict[str, Any],
 ) -> None:
     from pathlib import Path
 
-    out, counts = common.console(args), facts["summary"]
-    title = f"{len(scores)} rows at alpha {facts['alpha']:g}"
+    out, counts = common.console(args), result["summary"]
+    title = f"{len(scores)} rows at alpha {result['alpha']:g}"
     table = common.rich_table(title, ("decision", "rows", "share"), left=["decision"])
     for name in ("accepted", "rejected", "out_of_distribution"):
         table.add_row(name.replace("_", " "), str(counts[name]), common.percent(counts[name], len(scores)))

@@ -77,7 +77,7 @@ def _serve(args: argparse.Namespace, settings: ServerSettings, listening: socket
         common.warn(f"anybody who can reach {settings.host} can use this server: give --api-key. Feedback is off.")
     app = make_app(Model(lm, name, settings), settings)
     server = make_server(app, settings, f"{name} at alpha {lm.alpha:g}", listening)
-    # uvicorn finishes what is in progress when a signal comes, and then raises that signal again: there it may rest.
+    # uvicorn finishes what is in progress when a signal comes, and then raises that signal again: ignore it then.
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listening])

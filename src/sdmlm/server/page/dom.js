@@ -45,7 +45,7 @@ export function icon(name) {
 }
 
 /** The rows of a <dl>. */
-export function facts(list, pairs) {
+export function fillDefinitionList(list, pairs) {
   list.replaceChildren(
     ...pairs.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
   );

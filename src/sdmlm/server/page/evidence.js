@@ -2,7 +2,7 @@
 
 import { alphaCurve, histogram, logitScale, scatter, similarityScale, unitScale } from "./charts.js";
 import { differenceNodes } from "./difference.js";
-import { byId, element, facts, icon } from "./dom.js";
+import { byId, element, fillDefinitionList, icon } from "./dom.js";
 import {
   admitted, asPoint, calibrationPoints, effect, inRegion, isEmpty, number, outcome, outcomeIn, outputAtYes, percent,
   probability,
@@ -92,7 +92,7 @@ function documentNodes(text) {
 
 function showNumbers(e) {
   const interval = `${probability(e.probability_lower)} to ${probability(e.probability_upper)}`;
-  facts(byId("numbers-list"), [
+  fillDefinitionList(byId("numbers-list"), [
     ["Verdict", e.verdict],
     ["SDM output", `${probability(e.probability)} (${interval})`],
     ["Similarity q", number(e.q)],
@@ -138,7 +138,7 @@ function showAlpha(region, point) {
   byId("alpha-reset").hidden = region.alpha === info.alpha;
   byId("alpha-effect").replaceChildren(...(point ? effectOn(region, point) : []));
   drawAlphaCurve(region, point);
-  facts(byId("alpha-facts"), [
+  fillDefinitionList(byId("alpha-facts"), [
     ["least q′", number(region.q_min)],
     ...info.classes.map((name, c) => [`least output ψ for ${name}`, probability(region.psi[c])]),
     ["calibration documents in the region", `${percent(share)} of ${points.length}`],
