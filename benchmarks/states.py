@@ -72,7 +72,7 @@ def layer(
         alpha=alphas[0], exemplar_dim=dim, learning_rate=rate, epochs=epochs, rounds=1, batch_size=50,
         center="global", seed=seed, device="cpu", progress=False,
     ).fit(torch.from_numpy(h), y)  # fmt: skip
-    ca = estimator.layers_[0].calibration
+    ca = estimator.calibration_
     out: dict[str, Any] = {"rows": len(h), "exemplar_dim": dim, "rate": rate, "epochs": epochs, "seed": seed}
     out["sdm_loss"] = estimator.loss_
     for c in (0, 1):
@@ -80,8 +80,8 @@ def layer(
         out[f"mean_q_{c}"] = float(ca.q[own].double().mean())
         out[f"median_d_{c}"] = float(ca.d[own].median())
     for alpha in alphas:
-        found = summarize_calibration(estimator.recalibrate(alpha)).metrics()
-        out[f"alpha {alpha:g}"] = {"q_min": finite_or_none(found["q_min"]), "admitted": found["admitted"]}
+        metrics = summarize_calibration(estimator.recalibrate(alpha)).metrics()
+        out[f"alpha {alpha:g}"] = {"q_min": finite_or_none(metrics["q_min"]), "admitted": metrics["admitted"]}
     return out
 
 
@@ -115,20 +115,20 @@ def main() -> None:
     probes["own answers, right against wrong"] = probe(h["own"][own_right], h["own"][~own_right])
     wrong = [(row["sentence"], task.answer(a)) for row, a, y in zip(rows, answers, own_right, strict=True) if not y]
     errors = dict(Counter(sort_of_error(*pair) for pair in wrong))
-    found: dict[str, Any] = {"model": args.model, "own_answers_right": float(own_right.mean()), "own_errors": errors}
-    found["probes"] = probes
-    print(json.dumps(found, indent=1), flush=True)
+    results: dict[str, Any] = {"model": args.model, "own_answers_right": float(own_right.mean()), "own_errors": errors}
+    results["probes"] = probes
+    print(json.dumps(results, indent=1), flush=True)
 
     positive = np.random.default_rng(1).random(len(rows)) < 0.5
     negatives = np.where(own_right[:, None], h["static"], h["own"])
     documents = np.where(positive[:, None], h["positive"], negatives)
-    found["layers"] = []
+    results["layers"] = []
     for spec, n, epochs, seed in product(args.layers, args.rows or [len(rows)], args.epochs, args.seeds):
         dim, rate = spec.split(":")
         y = positive[:n].astype(np.int64)
-        found["layers"].append(layer(documents[:n], y, int(dim), float(rate), epochs, seed, args.alpha))
-        print(json.dumps(found["layers"][-1]), flush=True)
-        write_text_atomically(args.output, json.dumps(found, indent=1) + "\n")
+        results["layers"].append(layer(documents[:n], y, int(dim), float(rate), epochs, seed, args.alpha))
+        print(json.dumps(results["layers"][-1]), flush=True)
+        write_text_atomically(args.output, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def single_reward(given: Reward | str | Sequence[Reward | str] | None) -> Reward
 
 
 def load_module(name: str, what: str) -> Any:
-    """A module that the user names, found as `python -m` finds it; `what` begins the error message."""
-    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there by itself
+    """Import a module by name as `python -m` does; `what` begins the error message."""
+    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not search it by default
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
@@ -76,7 +76,7 @@ def load_module(name: str, what: str) -> Any:
 
 
 def reward_name(reward: Reward) -> str | None:
-    """`module:function` of a reward, None for one that cannot be found by a name."""
+    """`module:function` of a reward, None for one that cannot be imported by name."""
     name = f"{getattr(reward, '__module__', '')}:{getattr(reward, '__qualname__', '')}"
     try:
         return name if not name.startswith("__main__") and load_reward(name) is reward else None
@@ -93,10 +93,10 @@ def reward_as_fitted(given: Reward | str | None, metadata: Mapping[str, Any]) ->
 
 
 def check_reward(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a reward that cannot be called with the columns of these rows: otherwise that would show after an epoch."""
+    """Refuse a reward that cannot be called with the columns of these rows, instead of failing after the first epoch."""
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # some callables have none
+    except (TypeError, ValueError):  # some callables have no signature
         return
     names = dict.fromkeys(["chosen", "rejected", *(name for row in rows for name in row)])
     columns: dict[str, list[Any]] = {name: [] for name in names if name not in _ARGUMENTS}
@@ -117,7 +117,7 @@ def apply_reward(
     tags: VerificationTags | None = None,
     columns_of_all: Iterable[str] = (),
 ) -> list[int]:
-    """r of one body for each row; an answer of the wrong length or other than 0/1 is refused.
+    """The reward of one body per row. Raises if the reward returns a wrong number of values, or values other than 0 and 1.
 
     `columns_of_all` names the columns of the whole data set where `rows` are a part of it: a reward is always given
     the same columns, whichever rows are judged.

@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from demo.test_security import adversary
+from adversary_benchmark import adversary
 from rich.console import Console
 
 from sdmlm import SDMLanguageModel

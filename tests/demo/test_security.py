@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from adversary_benchmark import adversary
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def adversary() -> Any:
-    """benchmarks/adversary.py as a module."""
-    spec = importlib.util.spec_from_file_location("adversary", ROOT / "benchmarks" / "adversary.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", ["adversary-demo", "adversary-demo-ce"])

@@ -11,7 +11,7 @@ import pytest
 import reference as slow
 from hypothesis import given
 from hypothesis import strategies as st
-from language_model.test_encoding import byte_level
+from tag_tokenizers import byte_level
 from tiny_lm import tiny_tokenizer
 
 from sdmlm.estimator.explain import Exemplar

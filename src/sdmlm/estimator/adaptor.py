@@ -146,17 +146,17 @@ def train_adaptor(
             h = F.linear(x, weights[0], weights[1])
             predictions = F.linear(h, weights[2], weights[3]).argmax(dim=1)
             support = make_support(h, y, predictions)
-            found = support.query(h, predictions, exclude=own_entry)
-            d = DistanceCDF.fit(found.d_nearest, y, found.q, n_classes).quantile(found.d_nearest).float()
-            q = found.q
+            match = support.query(h, predictions, exclude=own_entry)
+            d = DistanceCDF.fit(match.d_nearest, y, match.q, n_classes).quantile(match.d_nearest).float()
+            q = match.q
             if not bool((d > 0).any()):
-                # Some class has no training point with q > 0, so d = 0 for all: every gradient is zero and would stay so.
-                # The values of the first epoch go on until each class has one. (Only training: the losses that choose
-                # the epoch are by the rule as it stands.)
+                # Some class has no training point with q > 0. Then d = 0 everywhere, all gradients are zero, and training
+                # would never recover. Use the q and d of the first epoch until each class has such a point. This affects
+                # training only, not the calibration losses that choose the best epoch.
                 q, d = first
-            found = support.query(h_ca, z_ca.argmax(dim=1))
-            d_ca = DistanceCDF.fit(found.d_nearest, y_ca, found.q, n_classes).quantile(found.d_nearest).float()
-            q_ca = found.q
+            match_ca = support.query(h_ca, z_ca.argmax(dim=1))
+            d_ca = DistanceCDF.fit(match_ca.d_nearest, y_ca, match_ca.q, n_classes).quantile(match_ca.d_nearest).float()
+            q_ca = match_ca.q
         calibration_loss = balanced_loss(sdm_losses(z_ca, q_ca, d_ca, y_ca), y_ca, n_classes)
         row = {
             "epoch": epoch,

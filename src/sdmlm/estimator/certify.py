@@ -87,24 +87,24 @@ class Certificate:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON; a psi of null rejects its class."""
-        facts = dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
         if self.region is not None:
-            facts["region"]["psi"] = [finite_or_none(v) for v in self.region.psi]
-        write_text_atomically(path, json.dumps({"kind": _KIND, **facts}, indent=1, allow_nan=False) + "\n")
+            fields["region"]["psi"] = [finite_or_none(v) for v in self.region.psi]
+        write_text_atomically(path, json.dumps({"kind": _KIND, **fields}, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Certificate:
         """Read what `save` wrote."""
         try:
-            facts = json.loads(Path(path).read_text(encoding="utf-8"))
-            if facts.pop("kind") != _KIND:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            if fields.pop("kind") != _KIND:
                 raise KeyError("kind")
-            region = facts["region"]
+            region = fields["region"]
             if region is not None:
                 psi = tuple(none_as_infinity(v) for v in region["psi"])
                 region = HighReliabilityRegion(float(region["alpha"]), float(region["q_min"]), psi)
-            tests = tuple(ThresholdTest(**test) for test in facts["tests"])
-            return cls(facts["alpha"], facts["delta"], tuple(facts["classes"]), region, tests, facts["estimator"])
+            tests = tuple(ThresholdTest(**test) for test in fields["tests"])
+            return cls(fields["alpha"], fields["delta"], tuple(fields["classes"]), region, tests, fields["estimator"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a readable certificate: make it with `sdmlm certify --output`.") from error
 
@@ -131,7 +131,7 @@ def certify_region(
 ) -> Certificate:
     """Test `region` at every threshold of `grid` on points with true `labels`; see the module's text.
 
-    Only predictions in `classes` (default: all) are covered; the others the certified region always rejects.
+    Only predictions in `classes` (default: all) are covered; the certified region rejects all others.
     """
     if not 0.0 < delta < 1.0:
         raise ValueError(f"delta is {delta!r} but must be between 0 and 1: 0.05 is usual.")
@@ -150,7 +150,7 @@ def certify_region(
         for c in covered:
             own = inside & (predictions == c)
             n, errors = int(own.sum()), int((own & wrong).sum())
-            # So few errors or fewer, were the accuracy just alpha; nothing accepted proves nothing (1).
+            # Probability of at most this many errors if the accuracy were exactly alpha; 1 if nothing is accepted.
             p_value = float(binom.cdf(errors, n, 1.0 - region.alpha))
             tests.append(ThresholdTest(q_min, c, n, errors, p_value, p_value <= delta / len(grid)))
             passed &= tests[-1].passed

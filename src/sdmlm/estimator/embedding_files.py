@@ -58,9 +58,9 @@ class Embeddings:
 
 
 def read_embeddings(path: str | Path, class_names: Sequence[str] | None = None) -> Embeddings:
-    """Read an embedding file; `class_names` are those of a fitted estimator, default: the labels found, sorted.
+    """Read an embedding file. `class_names`: the classes of a fitted estimator; default: the sorted labels of the file.
 
-    Whole-number labels 0..C-1 are class indices as they stand. All others (-1 and 1, 1 to 5, texts) are named classes.
+    Whole-number labels 0..C-1 are used as class indices. All others (-1 and 1, 1 to 5, texts) are names of classes.
     """
     path = Path(path)
     if not path.is_file():
@@ -109,9 +109,9 @@ def _labels(values: Any, class_names: Sequence[str] | None, path: Path) -> tuple
     if array.dtype.kind == "f" and (array == np.floor(array)).all():
         array = array.astype(np.int64)
     if array.dtype.kind in "iub":
-        found = np.unique(array)
+        numbers = np.unique(array)
         if class_names is None:
-            class_names = [str(c) for c in found.astype(int).tolist()]
+            class_names = [str(c) for c in numbers.astype(int).tolist()]
         if not all(_is_whole(name) for name in class_names):
             return array.astype(np.int64), list(class_names)  # indices of the classes of an estimator
         array = array.astype(int)
@@ -131,7 +131,7 @@ def _matrix(values: Any, path: Path, name: str, dtype: Any) -> NDArray[Any] | No
     if values is None:
         return None
     try:
-        with np.errstate(over="ignore"):  # what overflows is infinite, and named when it is used
+        with np.errstate(over="ignore"):  # overflow gives inf, which is reported on use
             matrix = np.asarray(values, dtype=dtype)
     except OverflowError as error:
         raise ValueError(
@@ -154,8 +154,8 @@ def _read_npz(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a readable .npz file: write one with np.savez({path.name!r}, X=X, y=y).")
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found = {meaning: next((n for n in names if n in archive), None) for meaning, names in _NAMES.items()}
-            return {meaning: _array(archive, name, path) for meaning, name in found.items() if name is not None}
+            array_names = {meaning: next((n for n in names if n in archive), None) for meaning, names in _NAMES.items()}
+            return {meaning: _array(archive, name, path) for meaning, name in array_names.items() if name is not None}
     except (OSError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a readable .npz file: {error}.") from error
 

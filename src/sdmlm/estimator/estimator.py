@@ -236,7 +236,7 @@ class SDMEstimator(Scoring):
         return x_ca, y_ca.to(x.device), names_ca
 
     def recalibrate(self, alpha: float) -> SDMEstimator:
-        """Answer for another alpha from now on: region and certificate are found anew, nothing is re-trained."""
+        """Use another alpha from now on, with its own region and certificate. Nothing is trained again."""
         self._check_fitted()
         self.alpha_ = check_alpha(alpha)
         return self

@@ -154,7 +154,9 @@ def explain_points(
         part = SupportSet(layer.calibration_vectors[some], ca.labels[some], ca.predictions[some])
         ids = [layer.calibration_ids[i] for i in theirs]
         nearest = exemplars_of(part, vectors[torch.from_numpy(mine)], ids, documents, k)
-        peers.update({int(i): Peers(len(theirs), accuracy, found) for i, found in zip(mine, nearest, strict=True)})
+        peers.update(
+            {int(i): Peers(len(theirs), accuracy, neighbors) for i, neighbors in zip(mine, nearest, strict=True)}
+        )
     return [
         Explanation(
             str(decided[i]),

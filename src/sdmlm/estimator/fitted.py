@@ -23,7 +23,7 @@ DocumentId = int | str
 
 
 class FittedLayers:
-    """The fitted layers of an estimator, the model that decides, and what others may ask of them."""
+    """The fitted layers of an estimator, the model that decides, and their public properties."""
 
     rule: str
     combine: str
@@ -36,19 +36,19 @@ class FittedLayers:
     documents_: dict[DocumentId, str]
 
     def set_layers(self, layers: list[SDMLayer], held_out: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take fitted layers, and the held-out points of the certificate, as this estimator's own."""
+        """Set the fitted layers, and the held-out points for the certificate."""
         self.layers_ = layers
         self._model = AveragedLayers(layers) if self.combine == "average" else layers[0]
         self.held_out_ = held_out
         self._forget_rules()
 
     def _forget_rules(self) -> None:
-        """After a change of the support: certified rules, and the held-out scores behind them, are found anew."""
+        """Drop certified rules and the held-out scores behind them: after a change of the support they are out of date."""
         self._rules: dict[float, CertifiedRule] = {}
         self._held_out_evidence: Evidence | None = None
 
     def _extend(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
-        """Points join the support of every layer that decides."""
+        """Add points to the support of every layer that takes part in decisions."""
         labels = labels.to(x.device)
         if self.combine == "all":
             for layer in self.layers_:

@@ -31,12 +31,12 @@ ALPHA_GRID: tuple[float, ...] = (*(round(0.51 + 0.01 * i, 2) for i in range(49))
 
 # How much a distance may differ with the batch that h' was computed in, as a share of |h'|: some units of float32.
 _FLOAT_NOISE = 2e-6
-_MOST_REGIONS = 256  # remembered: a server is asked for any alpha
+_MOST_REGIONS = 256  # cache size: clients of a server may ask for any alpha
 
 
 @dataclass(frozen=True)
 class Points:
-    """Outputs of the method for N points: everything Algorithm 1 and the report look at. Tensors on the CPU."""
+    """Outputs of the method for N points, as Algorithm 1 and the report use them. Tensors on the CPU."""
 
     labels: Tensor  # (N,)
     z: Tensor  # (N, C) float64
@@ -52,7 +52,7 @@ class Points:
 
     @cached_property
     def sorted_q_prime(self) -> list[NDArray[np.float64]]:
-        """q' of the points of each class, ascending: sorted once, as every score looks at it."""
+        """q' of the points of each class, ascending. Sorted once, because every score needs it."""
         return [np.sort(self.q_prime[self.labels == c].double().numpy()) for c in range(self.z.shape[1])]
 
 
@@ -84,13 +84,13 @@ def highest_alpha(accepted_at: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 class Regions:
-    """Algorithm 1 over calibration points, remembered by alpha."""
+    """Algorithm 1 over calibration points, cached by alpha."""
 
     calibration: Points
     _regions: dict[float, HighReliabilityRegion]
 
     def region(self, alpha: float) -> HighReliabilityRegion:
-        """The high-reliability region at alpha, remembered until the support changes."""
+        """The high-reliability region at alpha, cached until the support changes."""
         if alpha not in self._regions:
             if len(self._regions) >= _MOST_REGIONS:
                 self._regions.clear()
@@ -122,7 +122,7 @@ class SDMLayer(Regions):
         whitened: SupportSet | None = None,
         calibration_whitened: Tensor | None = None,
     ) -> None:
-        """`whitening`, with the support and the calibration points after it: where Distance is not taken in h'."""
+        """The last three are for Distance in whitened h: the transform, and the whitened support and calibration points."""
         self.whitening, self.whitened, self.calibration_whitened = whitening, whitened, calibration_whitened
         self.adaptor, self.support, self._train_cdf = adaptor, support, train_cdf
         self.calibration_vectors = calibration_vectors
@@ -163,7 +163,7 @@ class SDMLayer(Regions):
 
     @property
     def train_cdf(self) -> DistanceCDF:
-        """The eCDF for points of the training split; found when it is first asked for, since it costs as much as calibration."""
+        """The eCDF for points of the training split. Computed on first use: it costs as much as calibration."""
         if self._train_cdf is None:
             self._train_cdf = _train_cdf(self.support, self.n_classes, self.whitened)
         return self._train_cdf
@@ -174,13 +174,13 @@ class SDMLayer(Regions):
 
     def calibrate(self) -> None:
         """q, d, SDM output and q' of the calibration points against the support as it is now."""
-        found = _on_cpu(self.support.query(self.calibration_vectors, self._z_ca.argmax(dim=1)))
+        match = _on_cpu(self.support.query(self.calibration_vectors, self._z_ca.argmax(dim=1)))
         if self.whitened is not None and self.calibration_whitened is not None:
-            found = replace(found, d_nearest=self.whitened.nearest(self.calibration_whitened).cpu())
-        self.cdf = DistanceCDF.fit(found.d_nearest, self._y_ca, found.q, self.n_classes)
+            match = replace(match, d_nearest=self.whitened.nearest(self.calibration_whitened).cpu())
+        self.cdf = DistanceCDF.fit(match.d_nearest, self._y_ca, match.q, self.n_classes)
         predictions = self._z_ca.argmax(dim=1)
-        d = self._distance(self.cdf, found.d_nearest, predictions, (predictions == self._y_ca) & (found.q > 0))
-        self.calibration = points_of(self._y_ca, self._z_ca, found.q, found.d_nearest, d)
+        d = self._distance(self.cdf, match.d_nearest, predictions, (predictions == self._y_ca) & (match.q > 0))
+        self.calibration = points_of(self._y_ca, self._z_ca, match.q, match.d_nearest, d)
         self._regions: dict[float, HighReliabilityRegion] = {}
 
     def _distance(
@@ -188,11 +188,12 @@ class SDMLayer(Regions):
     ) -> Tensor:
         """d of points: the share of known points that are at least as far away.
 
-        As published, the least over all classes. In whitened h, of the predicted class: over ten classes the least is 0 for
-        one known point in ten, because the class that lies closest together decides (docs/log.md, 2026-11-18). There a new
-        point counts itself among the known ones, as a known one does (`stored`), so that a bound on d gives up about the
-        share of new points that it gives up of known ones. Beyond all known points of its class d is 0, however few these
-        are, so that nothing can be too far away to notice.
+        As published, d is the minimum over all classes. In whitened h it is that of the predicted class: with ten classes,
+        the minimum is 0 for one known point in ten, because the tightest class decides (docs/log.md, 2026-11-18).
+
+        In whitened h a new point also counts itself among the known points, as a known point (`stored`) does. So a lower
+        bound on d rejects about the same share of new points as of known ones. A point farther away than all known points
+        of its class has d = 0, however few these are, so that a far outlier is always noticed.
         """
         if self.whitening is None:
             least: Tensor = cdf.quantile(d_nearest)
@@ -215,28 +216,28 @@ class SDMLayer(Regions):
         return torch.where(own >= 0, rows[own.clamp(min=0)], -1).to(exclude.device)
 
     def signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
-        """z', what the support says, and d, on the CPU."""
+        """z', the match with the support (q and nearest point), and d; all on the CPU."""
         vectors, z = self.adaptor(x)
         z = z.cpu()
         predictions = z.argmax(dim=1)
-        found = _on_cpu(self.support.query(vectors, predictions, exclude))
+        match = _on_cpu(self.support.query(vectors, predictions, exclude))
         if self.whitening is not None and self.whitened is not None:
             vectors = self.whitening(x)
-            found = replace(found, d_nearest=self.whitened.nearest(vectors, self._known_rows(exclude)).cpu())
+            match = replace(match, d_nearest=self.whitened.nearest(vectors, self._known_rows(exclude)).cpu())
         noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
 
         def quantile(cdf: DistanceCDF) -> Tensor:
-            return self._distance(cdf, cdf.snapped(found.d_nearest, noise), predictions)
+            return self._distance(cdf, cdf.snapped(match.d_nearest, noise), predictions)
 
         d = quantile(self.cdf)
         if exclude is not None:
             d = torch.where(exclude.cpu() >= 0, quantile(self.train_cdf), d)
-        return z, found, d
+        return z, match, d
 
     def output(self, x: Tensor, exclude: Tensor | None = None) -> Tensor:
         """SDM(z') of raw vectors, (N, C) on the CPU: what a training step needs, without the rest of `score`."""
-        z, found, d = self.signals(x, exclude)
-        return sdm(z, found.q, d)
+        z, match, d = self.signals(x, exclude)
+        return sdm(z, match.q, d)
 
     def score(
         self,
@@ -245,19 +246,19 @@ class SDMLayer(Regions):
         exclude: Tensor | None = None,
         regions: Callable[[float], HighReliabilityRegion] | None = None,
     ) -> Scores:
-        """Scores of raw vectors (N, D). A point with exclude >= 0 is one of the training split: its d is by that eCDF.
+        """Scores of raw vectors (N, D). A point with exclude >= 0 is from the training split: its d uses `train_cdf`.
 
-        `regions` gives the region at an alpha, where it is not to be the layer's own.
+        `regions` returns the region at an alpha; default: that of this layer.
         """
-        z, found, d = self.signals(x, exclude)
-        return scores_of(z, found, d, self.calibration, alpha, regions or self.region)
+        z, match, d = self.signals(x, exclude)
+        return scores_of(z, match, d, self.calibration, alpha, regions or self.region)
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
-        """Labelled points join the support; weights and predictions stay, q and d change, so the region is found anew."""
+        """Add labelled points to the support. Weights and predictions stay; q and d change, so the region is recomputed."""
         vectors, z = self.adaptor(x)
         self.support.add(vectors, labels, z.argmax(dim=1))
         if self.whitening is not None and self.whitened is not None:
-            known = labels >= 0  # being near a known out-of-distribution point is not being near the known points
+            known = labels >= 0  # a point near a known out-of-distribution point must not get a high d
             self.whitened.add(self.whitening(x)[known], labels[known], z.argmax(dim=1)[known])
         self._train_cdf = None
         self.support_ids = [*self.support_ids, *ids]
@@ -272,7 +273,7 @@ def scores_of(
     alpha: float,
     regions: Callable[[float], HighReliabilityRegion],
 ) -> Scores:
-    """From the three signals of points to everything that is said about them; tensors on the CPU."""
+    """All scores of points from their three signals (tensors on the CPU)."""
     predictions = z.argmax(dim=1)
     p, q_prime = activate(z, match.q, d)
     counts = sample_sizes(q_prime, calibration.sorted_q_prime)
@@ -309,16 +310,16 @@ def scores_of(
 
 
 def _train_cdf(support: SupportSet, n_classes: int, whitened: SupportSet | None = None) -> DistanceCDF:
-    """The eCDF of the support's own points, each ignoring its entry."""
+    """The eCDF of the support points, each compared with all others but not with itself."""
     own = torch.arange(len(support), device=support.labels.device)
-    found = support.query(support.vectors, support.predictions, exclude=own)
-    nearest = found.d_nearest
+    match = support.query(support.vectors, support.predictions, exclude=own)
+    nearest = match.d_nearest
     if whitened is not None:
         nearest = torch.full_like(nearest, torch.inf)
         others = torch.arange(len(whitened), device=nearest.device)
         nearest[support.labels >= 0] = whitened.nearest(whitened.vectors, exclude=others)
-    return DistanceCDF.fit(nearest, support.labels, found.q, n_classes)
+    return DistanceCDF.fit(nearest, support.labels, match.q, n_classes)
 
 
-def _on_cpu(found: SupportMatch) -> SupportMatch:
-    return SupportMatch(found.q.cpu(), found.d_nearest.cpu(), found.nearest.cpu())
+def _on_cpu(match: SupportMatch) -> SupportMatch:
+    return SupportMatch(match.q.cpu(), match.d_nearest.cpu(), match.nearest.cpu())

@@ -378,10 +378,10 @@ class _Nearest:
 
 
 def _twins(vectors: Tensor, norms: Tensor) -> Tensor | None:
-    """For each row one that equals it, or the row itself; None where no equal rows are found.
+    """For each row the index of an equal row, or its own; None if no equal rows are found.
 
-    Equal rows have equal norms, so that only neighbours in the order of these are compared: cheap where there are none. A
-    different row of the same norm may hide one, which costs time and nothing else.
+    Equal rows have equal norms, so only neighbours in the order of the norms are compared, which is cheap. A duplicate is
+    missed if a different row of the same norm lies between: this costs time, but does not change results.
     """
     order = torch.argsort(norms, stable=True)
     after, before = order[1:], order[:-1]

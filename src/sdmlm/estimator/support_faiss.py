@@ -64,12 +64,12 @@ class FaissSupportSet(SupportSet):
     def query(
         self, vectors: ArrayLike | Tensor, predictions: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None
     ) -> SupportMatch:
-        """As SupportSet.query, among the neighbours that the index finds."""
+        """As SupportSet.query, among the points that the index returns."""
         vectors = self._queries(vectors)
         guesses = torch.as_tensor(predictions, device=vectors.device)
         own = None if exclude is None else torch.as_tensor(exclude, device=vectors.device)
         k = min(self.max_q or len(self), len(self))
-        # Neighbours come with a dozen arrays of their number: so many queries at a time that these fit.
+        # A query needs about a dozen arrays of length k (100 bytes per neighbour): work in parts that fit into memory.
         step = max(1, int(self.memory_mb * 2**20 / (100 * max(1, k))))
         parts = [
             self._query_part(
@@ -89,22 +89,22 @@ class FaissSupportSet(SupportSet):
         return (match & (distances < stop)).sum(dim=1), distances[:, 0], indices[:, 0]
 
     def nearest(self, vectors: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Tensor:
-        """As SupportSet.nearest, of what the index finds."""
+        """As SupportSet.nearest, among the points that the index returns."""
         return self.neighbors(vectors, 1, exclude)[0].squeeze(1)
 
     def neighbors(
         self, vectors: ArrayLike | Tensor, k: int, exclude: ArrayLike | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As SupportSet.neighbors, of what the index finds; a duplicate is at distance 0 here too."""
+        """As SupportSet.neighbors, among the points that the index returns; a duplicate is at distance 0 here too."""
         vectors = self._queries(vectors)
         own = self._excluded_rows(exclude, vectors)[:, None]
-        squared, indices = self._index.search(np.ascontiguousarray(vectors.cpu().numpy()), min(k + 1, len(self)))
+        squared, rows = self._index.search(np.ascontiguousarray(vectors.cpu().numpy()), min(k + 1, len(self)))
         distances = torch.from_numpy(squared).double().to(vectors.device)
-        found = torch.from_numpy(indices).to(vectors.device)
-        distances = torch.where((found < 0) | (found == own), torch.inf, distances).clamp(min=0.0).sqrt()
+        indices = torch.from_numpy(rows).to(vectors.device)
+        distances = torch.where((indices < 0) | (indices == own), torch.inf, distances).clamp(min=0.0).sqrt()
         distances, by = distances.sort(dim=1, stable=True)
-        found = torch.where(distances.isinf(), -1, found.gather(1, by))
-        missing = max(0, k - found.shape[1])
+        indices = torch.where(distances.isinf(), -1, indices.gather(1, by))
+        missing = max(0, k - indices.shape[1])
         distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
-        found = torch.nn.functional.pad(found, (0, missing), value=-1)
-        return distances[:, :k], found[:, :k]
+        indices = torch.nn.functional.pad(indices, (0, missing), value=-1)
+        return distances[:, :k], indices[:, :k]

@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 def _secret() -> str:
-    """A word that nobody can guess; letters only, so that no template or normalizer takes it for anything else."""
+    """A random word that nobody can guess; letters only, so that templates and normalizers treat it as ordinary text."""
     return "".join(secrets.choice(string.ascii_lowercase) for _ in range(32))
 
 
@@ -51,7 +51,7 @@ class ChatTemplate:
         return self._apart(messages)
 
     def _check(self, messages: Messages) -> None:
-        """Roles are part of the template's own text, and other fields are not looked for: refuse what could forge there."""
+        """Refuse unknown roles, and control tokens in fields other than role and content: these are not encoded as content."""
         source = str(self._tokenizer.chat_template)
         for message in messages:
             role = message.get("role")
@@ -66,11 +66,11 @@ class ChatTemplate:
                     raise ControlText(f"the field {name!r} of a message holds a control token: remove it.")
 
     def _control_strings(self, text: str) -> list[tuple[int, int]]:
-        """Where a text holds control strings: for the tokenizer, or for a template that looks for them."""
+        """The (start, end) of each control string in a text, as the tokenizer or a template may read it."""
         return sorted({*self._text.control_strings(self._text.encoded([text])[0]), *self._text.names(text)})
 
     def _contents(self, messages: Messages, rendered: str) -> list[tuple[int, int]] | None:
-        """Where the rendered text holds contents; None where the template does not let them be marked."""
+        """The (start, end) of each content in the rendered text; None if the template changes them so that they cannot be located."""
         from jinja2 import TemplateError
 
         def around(content: str) -> str:
@@ -96,10 +96,10 @@ class ChatTemplate:
 
     def _harmless(self, messages: Messages, encoded: EncodedText, contents: list[tuple[int, int]] | None) -> bool:
         """Whether no control token of the rendered text comes from a content, or from a part of one."""
-        found = self._text.control_strings(encoded)
+        control_spans = self._text.control_strings(encoded)
         if contents is not None and encoded.spans is not None:
-            return not any(a < end and start < b for a, b in found for start, end in contents)
-        # The places are not known: the contents must hold no control string, and add none to those of the template.
+            return not any(a < end and start < b for a, b in control_spans for start, end in contents)
+        # Positions are not known: the contents must hold no control string, and add none to those of the template.
         if any(self._control_strings(_content(m)) for m in messages):
             return False
         if contents is not None:
@@ -133,9 +133,9 @@ class ChatTemplate:
                     out, last = out + content[last:start] + f"{self._hidden}{name}z", end
             return out + content[last:]
 
-        def show(found: re.Match[str]) -> str:
-            number = "".join(str(string.ascii_lowercase.index(letter)) for letter in found[1].lower())
-            return strings[int(number)].upper() if found[0].isupper() else strings[int(number)]
+        def show(match: re.Match[str]) -> str:
+            number = "".join(str(string.ascii_lowercase.index(letter)) for letter in match[1].lower())
+            return strings[int(number)].upper() if match[0].isupper() else strings[int(number)]
 
         hidden = _changed(messages, hide)
         rendered = self.render(hidden)
@@ -155,7 +155,7 @@ class ChatTemplate:
         """Tokens that the template writes as marks, although the tokenizer does not call them special."""
         from jinja2 import TemplateError
 
-        found: set[int] = set()
+        written: set[int] = set()
         added = self._tokenizer.added_tokens_decoder
         for role in ROLES:
             for turns in ([role], ["user", role], [role, "user"]):
@@ -165,13 +165,13 @@ class ChatTemplate:
                     continue
                 ids = {*self._text.trusted(text, follows=False)}
                 names = zip(ids, self._tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
-                found |= {
+                written |= {
                     i
                     for i, name in names
                     if (i in added and added[i].content.strip())
                     or re.fullmatch(r"[▁Ġ]?(<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\})", name or "")
                 }
-        return found - {*self._text.trusted("a"), *self._text.trusted("a", follows=False)}
+        return written - {*self._text.trusted("a"), *self._text.trusted("a", follows=False)}
 
 
 def _changed(messages: Messages, change: Callable[[str], str]) -> list[dict[str, str]]:

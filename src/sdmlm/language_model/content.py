@@ -51,7 +51,7 @@ class TextEncoder:
         self.add_control({*tokenizer.all_special_ids} | added)
 
     def add_control(self, ids: Iterable[int]) -> None:
-        """Take further ids for control tokens: those that a chat template writes."""
+        """Treat further ids as control tokens: those that a chat template writes."""
         new = list({*ids} - {None, self._unknown if self._may_be_unknown else None})
         # Pieces that stand for a byte are ordinary text, also where a conversion has made them added tokens.
         names = zip(new, self.tokenizer.convert_ids_to_tokens(new), strict=True)
@@ -62,10 +62,10 @@ class TextEncoder:
         return self.encoded([text], follows)[0].ids
 
     def content(self, text: str, follows: bool = True) -> list[int]:
-        """Ids of a text from outside, none of them a control token."""
+        """Ids of untrusted text; none of them is a control token."""
         pieces = self.encoded([text], follows)
-        while any(found := [self.control_strings(piece) for piece in pieces]):
-            pairs = list(zip(pieces, found, strict=True))
+        while any(spans := [self.control_strings(piece) for piece in pieces]):
+            pairs = list(zip(pieces, spans, strict=True))
             texts = [part for piece, places in pairs for part in _cut(piece.text, places)]
             known = {piece.text: piece for piece, places in pairs[1:] if not places}
             new = dict.fromkeys(part for part in texts[1:] if part not in known)
@@ -74,20 +74,20 @@ class TextEncoder:
         return [i for piece in pieces for i in piece.ids]
 
     def control_strings(self, encoded: EncodedText) -> list[tuple[int, int]]:
-        """Where a text holds control strings: the places that its control ids stand for."""
+        """The (start, end) of each control string in a text, from the spans of its control ids."""
         if not self._suspicious(encoded):
             return []
-        text, found = encoded.text, []
+        text, control_spans = encoded.text, []
         if encoded.spans is None:
             return self.names(text) or [(0, len(text))]
         for i, (start, end) in zip(encoded.ids, encoded.spans, strict=True):
-            while start < end and text[start].isspace() and not text[start:end].isspace():  # control tokens may take
-                start += 1  # the white space around them along
+            while start < end and text[start].isspace() and not text[start:end].isspace():
+                start += 1  # a control token may include the white space around it
             while start < end and text[end - 1].isspace() and not text[start:end].isspace():
                 end -= 1
             if i in self.control_ids or (i == self._unknown and self._names_unknown(text[start:end])):
-                found.append((start, end) if start < end else (0, len(text)))
-        return found
+                control_spans.append((start, end) if start < end else (0, len(text)))
+        return control_spans
 
     def _suspicious(self, encoded: EncodedText) -> bool:
         if not self.control_ids.isdisjoint(encoded.ids):
@@ -98,9 +98,9 @@ class TextEncoder:
         return _folded(str(self.tokenizer.unk_token)) in _folded(text)
 
     def names(self, text: str) -> list[tuple[int, int]]:
-        """Where a text holds the name of a control token, whether or not the tokenizer would take it for one there."""
+        """The (start, end) of each name of a control token in a text, even if the tokenizer would not read it as one there."""
         ids, added = self.control_ids | ({self._unknown} - {None}), self.tokenizer.added_tokens_decoder
-        # The vocabulary may hold the name of an added token as the normalizer has changed it.
+        # The vocabulary may have the normalized form of an added token's name.
         names = {*self.tokenizer.convert_ids_to_tokens(list(ids)), *(added[i].content for i in ids if i in added)}
         places = set()
         for name in filter(None, names):
@@ -142,10 +142,10 @@ class TextEncoder:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _cut(text: str, found: Sequence[tuple[int, int]]) -> list[str]:
+def _cut(text: str, control_spans: Sequence[tuple[int, int]]) -> list[str]:
     """The text in pieces, cut in the middle of each control string."""
     places = set()
-    for start, end in found:
+    for start, end in control_spans:
         if end - start > 1:
             places.add((start + end) // 2)
         elif len(text) > 1:  # a single character: by itself it may be encoded in another way

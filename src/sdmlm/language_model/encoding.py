@@ -46,7 +46,7 @@ __all__ = [
 
 
 class PromptIds(list[int]):
-    """A prompt as `Encoder.prompt_ids` has read it; an encoder takes it in place of the prompt, and need not read it again."""
+    """The ids that `Encoder.prompt_ids` returned. Pass them instead of the prompt to avoid encoding it twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Encoder:
         tok = self.tokenizer
         self._text = TextEncoder(tok)
         self._chat = ChatTemplate(self._text) if tok.chat_template else None
-        # What the tokenizer puts before a text (BOS or nothing). What it may put after it is no part of a prompt.
+        # Ids that the tokenizer puts before a text (BOS or none). Those that it puts after a text are not part of a prompt.
         whole, anchor = list(tok("a", verbose=False)["input_ids"]), self._text.trusted("a", follows=False)
         starts = (i for i in range(len(whole)) if whole[i : i + len(anchor)] == anchor)
         self._before = whole[: next(starts, 0)]
@@ -101,11 +101,11 @@ class Encoder:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Ids that no text from outside is ever encoded as."""
+        """Control ids: untrusted text is never encoded as one of these."""
         return self._text.control_ids
 
     def continuation(self, text: str) -> list[int]:
-        """Ids of a text from outside that follows other text: plain text, without control tokens."""
+        """Ids of untrusted text that follows other text, without control tokens."""
         return self._text.content(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -282,8 +282,8 @@ def check_rows(rows: Sequence[Mapping[str, Any]], tags: VerificationTags | None 
 def _problem(row: Mapping[str, Any], tags: VerificationTags) -> str | None:
     for column in COLUMNS:
         if column not in row:
-            found = ", ".join(map(repr, row)) or "none"
-            return f"column {column!r} is missing (found: {found}): rows need 'prompt', 'chosen' and 'rejected'."
+            columns = ", ".join(map(repr, row)) or "none"
+            return f"column {column!r} is missing (found: {columns}): rows need 'prompt', 'chosen' and 'rejected'."
         value = row[column]
         if not isinstance(value, str):
             if not isinstance(value, Sequence) or not all(

@@ -28,8 +28,8 @@ def answer(text: str) -> str | None:
     >>> answer("7 + 5 = 12\\n1 = 1\\n<sum>12</sum>")
     '12'
     """
-    found = re.search(r"<sum>(.*?)</sum>", text, re.DOTALL)
-    return found[1].strip() if found else None
+    match = re.search(r"<sum>(.*?)</sum>", text, re.DOTALL)
+    return match[1].strip() if match else None
 
 
 def working(a: int, b: int, slip: tuple[int, int] | None = None) -> str:

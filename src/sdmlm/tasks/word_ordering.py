@@ -28,19 +28,19 @@ reward = exact_match  # r: the body is the reference, tags included
 
 
 def answer(text: str) -> str | None:
-    """The first tagged sentence of a completion: what sentence accuracy looks at.
+    """The first tagged sentence of a completion, which sentence accuracy compares.
 
     >>> answer("<sentence>Neat plans fail without luck.</sentence><sentence>Or not.</sentence>")
     'Neat plans fail without luck.'
     """
-    found = re.search(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
-    return found[1].strip() if found else None
+    match = re.search(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
+    return match[1].strip() if match else None
 
 
 def make_row(sentence: str, suffix: int = 3, seed: int = 0) -> dict[str, str] | None:
     """The row of a sentence, or None where its last words allow no two distinct wrong orders.
 
-    All chance comes from the seed and the sentence: neither the order nor the number of sentences changes a row.
+    Random choices depend only on the seed and the sentence, so a row does not change with the other sentences.
 
     >>> row = make_row("Neat plans fail without luck.")
     >>> row["chosen"]
@@ -52,9 +52,7 @@ def make_row(sentence: str, suffix: int = 3, seed: int = 0) -> dict[str, str] | 
     if len(wrong) < 2:
         return None
     rng = random.Random(f"{seed} {sentence}")
-    shown, negative = rng.sample(
-        wrong, 2
-    )  # the prompt's order is no answer, and the negative is not the prompt's order
+    shown, negative = rng.sample(wrong, 2)  # two different wrong orders: of the prompt and of the negative
     tags = [OPEN, CLOSE]
     if rng.random() < UNTAGGED:
         tags = rng.choice([["", CLOSE], [OPEN, ""], ["", ""]])
@@ -87,22 +85,22 @@ def make_splits(
     min_words: int = 5,
     max_words: int = 60,
 ) -> Splits:
-    """train, calibration and test at random, `shifted` the longest sentences of all, `harvard` those given apart.
+    """Random train, calibration and test splits; `shifted`: the longest sentences; `harvard`: given separately.
 
-    No sentence stands in two splits, nor twice in one.
+    No sentence occurs twice, within a split or across splits.
     """
     _check(train, calibration, test, shifted, suffix, min_words, max_words)
     left_out = {"too short": 0, "too long": 0, "with a tag of ours": 0, "duplicate": 0, "too few wrong orders": 0}
     seen: set[str] = set()
 
     def usable(lines: Iterable[str]) -> list[str]:
-        found = []
+        sentences = []
         for line in lines:
             words = line.split()
             sentence = " ".join(words)
             if not min_words <= len(words) <= max_words:
                 left_out["too short" if len(words) < min_words else "too long"] += bool(words)
-            elif any(tag in sentence for tag in TAGS):  # such an answer could never be read right
+            elif any(tag in sentence for tag in TAGS):  # its answer could not be parsed
                 left_out["with a tag of ours"] += 1
             elif sentence in seen:
                 left_out["duplicate"] += 1
@@ -111,8 +109,8 @@ def make_splits(
                 if make_row(sentence, suffix, seed) is None:
                     left_out["too few wrong orders"] += 1
                 else:
-                    found.append(sentence)  # of millions of sentences, a few thousand become rows
-        return found
+                    sentences.append(sentence)  # of millions of sentences, a few thousand become rows
+        return sentences
 
     own = {} if harvard is None else {"harvard": usable(harvard)}  # first: a test sentence must not be trained on
     if own and not own["harvard"]:
