@@ -27,6 +27,7 @@ from sdmlm.language_model.loading import load_lm, load_tokenizer
 from sdmlm.storage.artifacts import read_artifact, write_artifact
 from sdmlm.storage.progress import progress_bar
 from sdmlm.tasks import warmup
+from sdmlm.tasks.word_ordering import CLOSE, OPEN
 
 KIND, VERSION = "sdmlm warm-up checkpoint", 1
 POOL = 8  # steps whose examples are drawn together and batched by length
@@ -121,7 +122,7 @@ def share_right(model: Any, encoder: Encoder, sentences: Sequence[str]) -> dict[
         asked = [make(rng, sentences) for _ in range(50)]
         answers = generate(model, encoder, [prompt for prompt, _ in asked], 80, progress=False)
         texts = [encoder.decode(encoder.turn(ids)) for ids in answers]
-        right = [text == f"{warmup.OPEN}{answer}{warmup.CLOSE}" for text, (_, answer) in zip(texts, asked, strict=True)]
+        right = [text == f"{OPEN}{answer}{CLOSE}" for text, (_, answer) in zip(texts, asked, strict=True)]
         shares[make.__name__] = sum(right) / len(right)
     return shares
 

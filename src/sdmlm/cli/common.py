@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.finetuning.processes import is_main_process
-from sdmlm.storage.output_paths import check_artifact_folder
 from sdmlm.storage.output_paths import check_output_file as check_output_file
 from sdmlm.storage.plain_json import plain_json
 from sdmlm.storage.text_files import visible
@@ -145,13 +144,6 @@ def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
 
 
 # Out
-
-
-def check_output_folder(folder: str, force: bool = False) -> None:
-    """Refuse a folder to save an estimator into that holds something else, or an estimator (unless forced)."""
-    from sdmlm.estimator.persistence import KIND
-
-    check_artifact_folder(folder, KIND, force)
 
 
 def console(args: argparse.Namespace) -> Console:

@@ -20,13 +20,14 @@ from scipy.ndimage import rotate
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from sdmlm.cli import common
 from sdmlm.demo.one_thread import one_thread
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.explain import Explanation
+from sdmlm.estimator.persistence import KIND
 from sdmlm.evaluation.comparison import EstimatorComparison, compare, write_comparison
 from sdmlm.report import Example, write_report
+from sdmlm.storage.output_paths import check_artifact_folder, check_output_file
 
 ALPHA, SEED = 0.95, 0
 # By calibration loss alone: the best of the learning rates 3e-4 to 1e-2, and about as many epochs as it needs.
@@ -51,9 +52,9 @@ READING = (
 def run_demo(folder: str, fast: bool, out: Console) -> EstimatorComparison:
     """Fit, compare, explain; write tables, report, estimator and the test sets into `folder`."""
     report = Path(folder) / "report.html"
-    common.check_output_file(str(report))
+    check_output_file(str(report))
     saved = str(Path(folder) / "estimator")
-    common.check_output_folder(saved, force=True)
+    check_artifact_folder(saved, KIND, force=True)
     began = time.perf_counter()
     fit, tests = digits()
     m = len(next(iter(tests.values())))

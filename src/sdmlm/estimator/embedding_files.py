@@ -164,7 +164,7 @@ def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
     try:
         array: NDArray[Any] = archive[name]
     except ValueError as error:
-        if "allow_pickle" not in str(error):
+        if not _holds_objects(archive, name):
             raise ValueError(f"{path}: the array {name} cannot be read ({error}).") from error
         kind = "float" if name in (*_NAMES["embedding"], *_NAMES["logits"]) else "str"
         raise ValueError(
@@ -172,6 +172,17 @@ def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
             f"np.asarray({name}, dtype={kind})."
         ) from error
     return array
+
+
+def _holds_objects(archive: Any, name: str) -> bool:
+    """Whether an array of an .npz file holds Python objects, from its header alone; NumPy has no type for this error."""
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with archive.zip.open(name if name in archive.zip.namelist() else f"{name}.npy") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            return bool(version in read_header and read_header[version](file)[2].hasobject)
+        except ValueError:
+            return False
 
 
 def _read_parquet(path: Path) -> dict[str, Any]:

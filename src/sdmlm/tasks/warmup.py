@@ -82,8 +82,10 @@ def reverse_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:
 def rotate_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _words(rng, sentences, 3, 8)
     if rng.random() < 0.5:
-        return f"Move the first of the words '{' '.join(words)}' to the end.{WORD_TAIL}", " ".join(words[1:] + words[:1])
-    return f"Move the last of the words '{' '.join(words)}' to the front.{WORD_TAIL}", " ".join(words[-1:] + words[:-1])
+        prompt = f"Move the first of the words '{' '.join(words)}' to the end.{WORD_TAIL}"
+        return prompt, " ".join(words[1:] + words[:1])
+    prompt = f"Move the last of the words '{' '.join(words)}' to the front.{WORD_TAIL}"
+    return prompt, " ".join(words[-1:] + words[:-1])
 
 
 def swap_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:

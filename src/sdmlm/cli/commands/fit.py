@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
+from sdmlm.storage.output_paths import check_artifact_folder
 
 if TYPE_CHECKING:
     from sdmlm.estimator.embedding_files import Embeddings
@@ -35,8 +36,9 @@ def run(args: argparse.Namespace) -> None:
     """Fit, save, report, summarise."""
     from sdmlm.estimator.embedding_files import read_embeddings
     from sdmlm.estimator.estimator import SDMEstimator
+    from sdmlm.estimator.persistence import KIND
 
-    common.check_output_folder(args.output, args.force)
+    check_artifact_folder(args.output, KIND, args.force)
     common.check_output_file(args.report, ".html")
     data = read_embeddings(args.embeddings)
     estimator = SDMEstimator(alpha=args.alpha, **common.estimator_parameters(args))
