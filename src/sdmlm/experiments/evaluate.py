@@ -15,18 +15,24 @@ if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
     from sdmlm.rewards import Reward
 
+TASK_PARTS = ("reward", "answer", "REFERENCE")  # what every task has
+
 
 def load_task(name: str) -> Any:
     """A task: a module of `sdmlm.tasks` by its name, or one of the user's own (with `reward`, `answer`, REFERENCE)."""
     import sdmlm.tasks
     from sdmlm.rewards import load_module
 
-    known = [module.name for module in pkgutil.iter_modules(sdmlm.tasks.__path__)]
+    ours = {
+        m.name: importlib.import_module(f"sdmlm.tasks.{m.name}") for m in pkgutil.iter_modules(sdmlm.tasks.__path__)
+    }
+    # Not every module there is a task: warmup only has exercises.
+    known = {short: module for short, module in ours.items() if all(hasattr(module, part) for part in TASK_PARTS)}
     if name in known:
-        return importlib.import_module(f"sdmlm.tasks.{name}")
+        return known[name]
     what = f"Task {name!r} (known here: {', '.join(known)})"
     task = load_module(name, what)
-    for part in ("reward", "answer", "REFERENCE"):
+    for part in TASK_PARTS:
         if not hasattr(task, part):
             raise ValueError(f"{what}: the module has no {part}.")
     return task
