@@ -27,7 +27,7 @@ from selective_data import DataSet, data_sets
 
 from sdmlm import SDMEstimator
 from sdmlm.estimator.acceptance import Promise, least_points
-from sdmlm.estimator.validation import held_out_split
+from sdmlm.estimator.splits import held_out_split
 from sdmlm.evaluation.certified import rival_methods, sdm_method
 from sdmlm.evaluation.metrics import aurc, auroc, fpr_at_95, shift_auroc
 

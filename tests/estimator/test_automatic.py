@@ -10,7 +10,7 @@ from toy_points import blobs
 
 from sdmlm import SDMClassifier, SDMEstimator
 from sdmlm.estimator.acceptance import least_points
-from sdmlm.estimator.validation import held_out_split
+from sdmlm.estimator.splits import held_out_split
 from sdmlm.storage.progress import progress_bar as _bar
 
 X, Y = blobs(600, 3, gap=4.0)

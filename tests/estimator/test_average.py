@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from toy_points import blobs
 
 from sdmlm import SDMEstimator
-from sdmlm.estimator.fitting import fold_count
 from sdmlm.estimator.layer import confidence_of
-from sdmlm.estimator.validation import random_folds
+from sdmlm.estimator.splits import fold_count, random_folds
 
 FRESH = blobs(25, 3, seed=9, gap=1.6)[0]
 
@@ -23,7 +22,7 @@ def fitted(request):
     estimator = SDMEstimator(rule="region", rounds=3, progress=False)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "halves":
-            patch.setattr("sdmlm.estimator.fitting._FEW", 10)
+            patch.setattr("sdmlm.estimator.splits._FEW", 10)
         estimator.fit(X, y)
     assert len(estimator.layers_) == 3 * (2 if request.param == "halves" else 5)
     return estimator

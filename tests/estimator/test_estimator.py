@@ -18,7 +18,7 @@ from sdmlm.estimator.certify import threshold_grid
 from sdmlm.estimator.explain import reason
 from sdmlm.estimator.layer import ALPHA_GRID, SDMLayer
 from sdmlm.estimator.region import HighReliabilityRegion
-from sdmlm.estimator.validation import random_halves
+from sdmlm.estimator.splits import random_halves
 
 SMALL = {"exemplar_dim": 16, "epochs": 12, "learning_rate": 1e-2, "rounds": 1, "progress": False}
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdmlm.estimator.activation import sdm
 from sdmlm.estimator.layer import Points, Regions, SDMLayer, points_of, scores_of
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.estimator.scores import Scores
@@ -46,8 +47,12 @@ class AveragedLayers(Regions):
         logs, d, nearest = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
         z, labels = torch.zeros(n, n_classes, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
         repeats = len(self.layers) // self.folds
-        for layer in self.layers:
+        self._unseen_by = torch.zeros(
+            repeats, n, dtype=torch.long
+        )  # by partition and point: the layer not fitted on it
+        for i, layer in enumerate(self.layers):
             at = torch.tensor([where[name] for name in layer.calibration_ids])
+            self._unseen_by[i // self.folds, at] = i
             ca = layer.calibration
             logs[at] += torch.log1p(ca.q.double()) / repeats
             d[at] += ca.d.double() / repeats
@@ -64,23 +69,57 @@ class AveragedLayers(Regions):
         exclude: Tensor | None = None,
         regions: Callable[[float], HighReliabilityRegion] | None = None,
     ) -> Scores:
-        """Scores of raw vectors (N, D) by the first layer of each partition."""
-        if exclude is not None:
-            raise ValueError("exclude does not go with averaged layers: every layer has a support of its own.")
-        used = self.layers[:: self.folds]
-        n_classes = used[0].n_classes
-        logs, d, nearest = (torch.zeros(len(x), dtype=torch.float64) for _ in range(3))
-        z = torch.zeros(len(x), n_classes, dtype=torch.float64)
-        at = torch.full((len(x),), -1)
-        for i, layer in enumerate(used):
-            z_layer, match, d_layer = layer.signals(x, None)
-            logs += torch.log1p(match.q.double()) / len(used)
-            d += d_layer.double() / len(used)
-            nearest += match.d_nearest.double() / len(used)
-            z += z_layer.double() / len(used)
-            at = match.nearest if i == 0 else at
-        match = SupportMatch(torch.expm1(logs), nearest, at)
+        """Scores of raw vectors (N, D) by the first layer of each partition.
+
+        `exclude` (N,): the index in `document_ids` of a known point, -1 for others. A point that was fitted over is scored
+        by the layers that were not fitted on it, as when the layers were calibrated. One that joined the supports later
+        ignores its own entry.
+        """
+        z, match, d = self._signals(x, exclude)
         return scores_of(z, match, d, self.calibration, alpha, regions or self.region)
+
+    def output(self, x: Tensor, exclude: Tensor | None = None) -> Tensor:
+        """SDM(z') of raw vectors, (N, C)."""
+        z, match, d = self._signals(x, exclude)
+        return sdm(z, match.q, d)
+
+    @property
+    def _joined(self) -> int:
+        """How many points joined the supports after fitting."""
+        return len(self.layers[0].support_ids) + len(self.layers[0].calibration_ids) - len(self.calibration_ids)
+
+    @property
+    def document_ids(self) -> list[Any]:
+        """The ids of all known points: those fitted over, then those that joined the supports later."""
+        ids = self.layers[0].support_ids
+        return [*self.calibration_ids, *ids[len(ids) - self._joined :]]
+
+    def _signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
+        """z', the match with the supports and d, averaged over one layer of each partition."""
+        repeats, n_fitted = len(self.layers) // self.folds, len(self.calibration_ids)
+        logs, d, nearest = (torch.zeros(len(x), dtype=torch.float64) for _ in range(3))
+        z = torch.zeros(len(x), self.layers[0].n_classes, dtype=torch.float64)
+        at = torch.full((len(x),), -1)
+        known = torch.full((len(x),), -1) if exclude is None else exclude.cpu().long()
+        if len(known) and not -1 <= int(known.min()) <= int(known.max()) < n_fitted + self._joined:
+            raise ValueError(f"exclude holds indices outside -1..{n_fitted + self._joined - 1}: see support_index.")
+        fitted = (known >= 0) & (known < n_fitted)
+        for repeat in range(repeats):
+            by = torch.full((len(x),), repeat * self.folds)
+            by[fitted] = self._unseen_by[repeat, known[fitted]]
+            for i in by.unique().tolist():
+                layer, rows, own = self.layers[i], slice(None) if exclude is None else by == i, None
+                if exclude is not None:
+                    entry = known[rows] - n_fitted + len(layer.support_ids) - self._joined
+                    own = torch.where(known[rows] >= n_fitted, entry, -1).to(x.device)
+                z_layer, match, d_layer = layer.signals(x[rows], own, trained=False)
+                logs[rows] += torch.log1p(match.q.double()) / repeats
+                d[rows] += d_layer.double() / repeats
+                nearest[rows] += match.d_nearest.double() / repeats
+                z[rows] += z_layer.double() / repeats
+                if i == 0:  # `nearest` is an index in the support of the first layer
+                    at[rows] = match.nearest
+        return z, SupportMatch(torch.expm1(logs), nearest, at), d
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
         """Labelled points join the support of every layer."""

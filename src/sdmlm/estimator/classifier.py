@@ -69,14 +69,17 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.index = index
         self.progress = progress
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> SDMClassifier:
-        """Fit on vectors X (N, D) and labels y (N,) of any kind; each class needs at least two points."""
+    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> SDMClassifier:
+        """Fit on vectors X (N, D) and labels y (N,) of any kind; each class needs at least two points.
+
+        `groups` (N,): points of one group always stay on the same side of a split (`SDMEstimator.fit`).
+        """
         X, y = validate_data(self, X, y, dtype=np.float32)
         check_classification_targets(y)
         self.classes_, encoded = np.unique(y, return_inverse=True)
         names = inspect.signature(SDMEstimator.__init__).parameters
         self.estimator_ = SDMEstimator(**{name: getattr(self, name) for name in names if name != "self"})
-        self.estimator_.fit(X, encoded)
+        self.estimator_.fit(X, encoded, groups=groups)
         return self
 
     def scores(self, X: ArrayLike) -> Scores:

@@ -18,14 +18,15 @@ from sdmlm.estimator.fitted import DocumentId
 from sdmlm.estimator.fitting import Part, fit_layers, split_points
 from sdmlm.estimator.region import check_alpha
 from sdmlm.estimator.scoring import Scoring
+from sdmlm.estimator.splits import held_out_split
 from sdmlm.estimator.validation import (
     check_classes,
+    check_groups,
     check_lengths,
     check_parameters,
     checked_ids,
     encode_labels,
     find_classes,
-    held_out_split,
     plain_id,
 )
 
@@ -157,14 +158,16 @@ class SDMEstimator(Scoring):
         on_epoch: Callable[[dict[str, float]], None] | None = None,
         held_out: Labelled | None = None,
         ood: ArrayLike | Tensor | None = None,
+        groups: ArrayLike | None = None,
     ) -> SDMEstimator:
         """Fit on embeddings X (N, D) and labels y (N,) of any kind.
 
         ids: names of the points (default: 0..N-1). documents: texts by id, and class_names: names of the classes, both for
         `explain`. held_out: labelled points (X, y) for the certificate, which play no other part; by default some of X are
         set aside. ood: known out-of-distribution points, near which nothing is accepted. calibration: (X, y) or (X, y,
-        ids), the fixed calibration split of a single layer (combine "best" or "all"). on_epoch is called with the figures of
-        every epoch or layer.
+        ids), the fixed calibration split of a single layer (combine "best" or "all"). groups (N,): points of one group, such
+        as the documents of a prompt, always stay on the same side of a split. on_epoch is called with the figures of every
+        epoch or layer.
         """
         check_parameters(self)
         x = self.matrix(X, "X")
@@ -179,6 +182,11 @@ class SDMEstimator(Scoring):
             raise ValueError("documents must map ids to texts, such as dict(zip(ids, texts)).")
         if class_names is not None and len(class_names) != n_classes:
             raise ValueError(f"class_names has {len(class_names)} names but there are {n_classes} classes.")
+        together = None if groups is None else check_groups(groups, labels, classes)
+        if together is not None and given is not None:
+            raise ValueError(
+                "groups says how to split the points, but calibration is a split already: give one of them."
+            )
         points: Part = (x, labels, names)
         aside: tuple[Tensor, Tensor] | None = None
         if self.rule == "certified":
@@ -187,8 +195,12 @@ class SDMEstimator(Scoring):
                 check_lengths("held_out X", len(aside[0]), "held_out y", len(aside[1]))
             else:
                 kept, rest = held_out_split(
-                    labels.numpy(), least_points(self.alpha, self.delta), np.random.default_rng([self.seed, 2**20])
+                    labels.numpy(),
+                    least_points(self.alpha, self.delta),
+                    np.random.default_rng([self.seed, 2**20]),
+                    together,
                 )
+                together = None if together is None else together[kept]
                 aside = x[torch.from_numpy(rest)], labels[torch.from_numpy(rest)]
                 points = split_points((x, labels, names), kept)
                 points = points[0], points[1].cpu(), points[2]
@@ -203,7 +215,7 @@ class SDMEstimator(Scoring):
             plain = np.array_equal(classes, np.arange(n_classes))
             self.class_names_ = None if plain else [str(label) for label in classes]
         self.documents_ = {} if documents is None else {plain_id(key): str(text) for key, text in documents.items()}
-        self.set_layers(fit_layers(self, points, given, n_classes, on_epoch), aside)
+        self.set_layers(fit_layers(self, points, given, n_classes, on_epoch, together), aside)
         if known_ood is not None:
             outside = torch.full((len(known_ood),), -1)
             self._extend(known_ood, outside, [f"ood:{i}" for i in range(len(known_ood))])

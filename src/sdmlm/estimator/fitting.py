@@ -16,7 +16,7 @@ from sdmlm.estimator.activation import sdm_losses
 from sdmlm.estimator.adaptor import balanced_loss, train_adaptor
 from sdmlm.estimator.convex import choose_penalty, convex_adaptor
 from sdmlm.estimator.layer import SDMLayer
-from sdmlm.estimator.validation import random_folds, random_halves
+from sdmlm.estimator.splits import fold_count, random_folds
 from sdmlm.storage.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -26,23 +26,22 @@ Part = tuple[Tensor, Tensor, list[Any]]  # (x, labels, ids)
 OnEpoch = Callable[[dict[str, float]], None]
 
 REPEATS = 4  # random partitions whose layers are averaged
-_FEW = 500  # points: with fewer, layers fitted on half of them would be poor
 _SMALL_WORK = 2e9  # entries of the distance matrices times columns: below, one thread is faster than several
 
 
 def fit_layers(
-    estimator: SDMEstimator, points: Part, given: Part | None, n_classes: int, on_epoch: OnEpoch | None
+    estimator: SDMEstimator,
+    points: Part,
+    given: Part | None,
+    n_classes: int,
+    on_epoch: OnEpoch | None,
+    groups: NDArray[np.int64] | None = None,
 ) -> list[SDMLayer]:
     """The layers that the estimator's settings ask for, the best first where they are not averaged."""
     with threads_for(points[0]):
         if estimator.combine == "average":
-            return _fit_repeats(estimator, points, n_classes, on_epoch)
-        return _fit_rounds(estimator, points, given, n_classes, on_epoch)
-
-
-def fold_count(labels: NDArray[np.int64]) -> int:
-    """Folds of a partition: two, or up to five where there are few points and enough of each class."""
-    return 2 if len(labels) > _FEW else int(np.clip(np.bincount(labels).min() // 2, 2, 5))
+            return _fit_repeats(estimator, points, n_classes, on_epoch, groups)
+        return _fit_rounds(estimator, points, given, n_classes, on_epoch, groups)
 
 
 @contextlib.contextmanager
@@ -67,17 +66,19 @@ def split_points(points: Part, indices: NDArray[np.int64]) -> Part:
     return x[at], labels[at].to(x.device), [ids[i] for i in indices.tolist()]
 
 
-def _fit_repeats(estimator: SDMEstimator, points: Part, n_classes: int, on_epoch: OnEpoch | None) -> list[SDMLayer]:
+def _fit_repeats(
+    estimator: SDMEstimator, points: Part, n_classes: int, on_epoch: OnEpoch | None, groups: NDArray[np.int64] | None
+) -> list[SDMLayer]:
     layers: list[SDMLayer] = []
     repeats, labels = estimator.rounds or REPEATS, points[1].numpy()
-    folds = fold_count(labels)
+    folds = fold_count(labels, groups)
     with progress_bar(estimator.progress) as bar:
         task = bar.add_task("Fitting the SDM layers", total=folds * repeats)
         penalty: float | None = None
         for repeat in range(repeats):
             rng = np.random.default_rng([estimator.seed, repeat])
             splits = []
-            for held_at in random_folds(labels, folds, rng):
+            for held_at in random_folds(labels, folds, rng, groups):
                 train_at = np.setdiff1d(np.arange(len(labels)), held_at)
                 splits.append((split_points(points, train_at), split_points(points, held_at)))
             if penalty is None and estimator.learning_rate is None:
@@ -113,7 +114,12 @@ def _convex_layer(estimator: SDMEstimator, train: Part, held: Part, n_classes: i
 
 
 def _fit_rounds(
-    estimator: SDMEstimator, points: Part, given: Part | None, n_classes: int, on_epoch: OnEpoch | None
+    estimator: SDMEstimator,
+    points: Part,
+    given: Part | None,
+    n_classes: int,
+    on_epoch: OnEpoch | None,
+    groups: NDArray[np.int64] | None,
 ) -> list[SDMLayer]:
     """J rounds of fresh random halves and fresh weights: the best one, or all of them for an ensemble."""
     layers: list[SDMLayer] = []
@@ -132,7 +138,7 @@ def _fit_rounds(
             if given is not None:
                 train, held = (points[0], points[1].to(points[0].device), points[2]), given
             else:
-                first, second = random_halves(points[1].numpy(), rng)
+                first, second = random_folds(points[1].numpy(), 2, rng, groups)
                 train, held = split_points(points, first), split_points(points, second)
             if convex:
                 penalty = choose_penalty([(train[:2], held[:2])], n_classes)

@@ -215,8 +215,16 @@ class SDMLayer(Regions):
         own = exclude.cpu()
         return torch.where(own >= 0, rows[own.clamp(min=0)], -1).to(exclude.device)
 
-    def signals(self, x: Tensor, exclude: Tensor | None) -> tuple[Tensor, SupportMatch, Tensor]:
-        """z', the match with the support (q and nearest point), and d; all on the CPU."""
+    @property
+    def document_ids(self) -> list[Any]:
+        """The ids of the points that `exclude` may name, by index."""
+        return self.support_ids
+
+    def signals(self, x: Tensor, exclude: Tensor | None, trained: bool = True) -> tuple[Tensor, SupportMatch, Tensor]:
+        """z', the match with the support (q and nearest point), and d; all on the CPU.
+
+        A point ignores its own entry `exclude` of the support. If it is `trained` on, its d comes from the eCDF of such points.
+        """
         vectors, z = self.adaptor(x)
         z = z.cpu()
         predictions = z.argmax(dim=1)
@@ -230,7 +238,7 @@ class SDMLayer(Regions):
             return self._distance(cdf, cdf.snapped(match.d_nearest, noise), predictions)
 
         d = quantile(self.cdf)
-        if exclude is not None:
+        if exclude is not None and trained:
             d = torch.where(exclude.cpu() >= 0, quantile(self.train_cdf), d)
         return z, match, d
 

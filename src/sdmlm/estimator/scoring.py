@@ -35,9 +35,9 @@ class Scoring(Promises):
     ) -> Scores:
         """Prediction, the three signals, their bounds and the decision for each row of X.
 
-        `exclude` (N,) is the support index that a point ignores, -1 for none: for points that are in the support
-        themselves (see `support_index`). Those are judged by the eCDF of the training split, all others by that of
-        the calibration split.
+        `exclude` (N,): for points that are known themselves, their index by `support_index`; -1 for others. A single layer
+        ignores that entry of its support, and takes d from the eCDF of the training split. With averaged layers, a point is
+        scored by the layers that were not fitted on it.
 
         `alpha`: another one than the estimator's, for this call. `regions` gives the region that decides at an alpha,
         where it is not to be the estimator's own (`region`).
@@ -47,7 +47,8 @@ class Scoring(Promises):
         x = self.matrix(X, "X", self.n_features_in_, allow_empty=True)
         own = None if exclude is None else label_tensor(exclude, "exclude")
         if own is not None:
-            self._check_single("score with exclude")  # every round has a support of its own
+            if self.combine == "all":
+                self._check_single("score with exclude")  # every round has a support of its own
             check_lengths("X", len(x), "exclude", len(own))
         if regions is not None and self.combine == "all":
             self._check_single("score with regions")
@@ -83,13 +84,15 @@ class Scoring(Promises):
 
         X is a float32 tensor and is not checked, for this runs at every step of fine-tuning. `exclude` as in `score`.
         """
-        self._check_single("output")
-        return self.layers_[0].output(X.to(self.layers_[0].adaptor.weight.device), exclude)
+        if self.combine == "all":
+            self._check_single("output")
+        self._check_fitted()
+        return self._model.output(X.to(self.layers_[0].adaptor.weight.device), exclude)
 
     def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
-        """The support index of each document id, -1 where it is not in the support: what `exclude` takes."""
+        """The index of each document id, -1 where it is not known: what `exclude` takes."""
         self._check_fitted()
-        where = {name: i for i, name in enumerate(self.layers_[0].support_ids)}
+        where = {name: i for i, name in enumerate(self._model.document_ids)}
         return np.array([where.get(plain_id(name), -1) for name in ids], dtype=np.int64)
 
     def accepted_at(self, scores: Scores, alphas: Iterable[float]) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""What the estimator asks of labels and ids, and the random halves of a round. Every error names the thing and the fix."""
+"""What the estimator asks of points, labels and ids. Every error names the thing and the fix."""
 
 from __future__ import annotations
 
@@ -13,34 +13,7 @@ from torch import Tensor
 
 from sdmlm.errors import BadSetting
 from sdmlm.estimator.acceptance import check_promise
-
-
-def random_halves(labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two random halves of the points, class by class, so that no class is lost; sorted indices.
-
-    The odd point of a class goes to the half that is smaller so far, or to either.
-    """
-    halves: list[list[int]] = [[], []]
-    for c in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == c))
-        small = int(rng.integers(2)) if len(halves[0]) == len(halves[1]) else int(len(halves[1]) < len(halves[0]))
-        cut = (len(members) + 1) // 2
-        halves[small].extend(members[:cut].tolist())
-        halves[1 - small].extend(members[cut:].tolist())
-    return np.sort(np.array(halves[0])), np.sort(np.array(halves[1]))
-
-
-def random_folds(labels: NDArray[np.int64], folds: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """A random partition of the points into folds, class by class; sorted indices."""
-    if folds == 2:
-        return list(random_halves(labels, rng))
-    fold = np.empty(len(labels), dtype=np.int64)
-    start = 0
-    for c in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == c))
-        fold[members] = (start + np.arange(len(members))) % folds
-        start += len(members)  # so that the folds stay of one size
-    return [np.flatnonzero(fold == k) for k in range(folds)]
+from sdmlm.estimator.splits import groups_by_class
 
 
 def label_tensor(values: Any, name: str) -> Tensor:
@@ -111,25 +84,6 @@ def _listed(classes: NDArray[Any]) -> str:
     return shown + (", ..." if len(classes) > 8 else "")
 
 
-def held_out_split(
-    labels: NDArray[np.int64], needed: int, rng: np.random.Generator
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(points to fit on, points to hold out for the certificate), class by class, sorted.
-
-    Three in ten are held out; of few points up to half, since a certificate needs some 150 to have a chance. Where half of
-    the points are fewer than the `needed` ones, no certificate can come of them, and all are fitted on. Every class keeps
-    at least four points to fit on.
-    """
-    if len(labels) // 2 < needed:
-        return np.arange(len(labels)), np.empty(0, dtype=np.int64)
-    share = max(0.3, min(0.5, 150 / len(labels)))
-    kept = np.zeros(len(labels), dtype=bool)
-    for c in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == c))
-        kept[members[: max(min(4, len(members)), len(members) - round(share * len(members)))]] = True
-    return np.flatnonzero(kept), np.flatnonzero(~kept)
-
-
 def check_classes(labels: Tensor, classes: NDArray[Any], name: str, least: int) -> None:
     """Refuse labels with too few points of some class."""
     for c, count in enumerate(torch.bincount(labels, minlength=len(classes)).tolist()):
@@ -137,6 +91,20 @@ def check_classes(labels: Tensor, classes: NDArray[Any], name: str, least: int) 
             raise ValueError(
                 f"{name} has {count} point(s) of class {classes[c]}: at least {least} of each class are needed."
             )
+
+
+def check_groups(groups: Any, labels: Tensor, classes: NDArray[Any]) -> NDArray[np.int64]:
+    """The group of each point as a number; every class must be in at least two groups."""
+    array = np.asarray(groups.detach().cpu() if isinstance(groups, Tensor) else groups)
+    if array.ndim != 1 or array.dtype.kind not in "iubUSO":
+        raise ValueError("groups must hold one whole number or text per point: the group that the point belongs to.")
+    check_lengths("X", len(labels), "groups", len(array))
+    numbers: dict[Any, int] = {}
+    found = np.array([numbers.setdefault(plain_id(value), len(numbers)) for value in array.tolist()], dtype=np.int64)
+    for c, count in enumerate(groups_by_class(labels.cpu().numpy(), found).tolist()):
+        if count < 2:
+            raise ValueError(f"All points of class {classes[c]} are in one group: at least two groups are needed.")
+    return found
 
 
 def check_lengths(name: str, length: int, other: str, other_length: int) -> None:

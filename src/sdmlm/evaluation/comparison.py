@@ -19,7 +19,7 @@ from sdmlm.estimator.acceptance import least_points
 from sdmlm.estimator.embedding_files import Embeddings
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.region import check_alpha
-from sdmlm.estimator.validation import held_out_split
+from sdmlm.estimator.splits import held_out_split
 from sdmlm.evaluation.baselines import (
     APS,
     RAPS,
