@@ -55,6 +55,24 @@ def test_compare_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "held-out prompts rightly" in shown
 
 
+def test_generate_and_verify_name_the_certificate(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in Path("few.jsonl").read_text().splitlines()]
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    answers = SDMLanguageModel.from_pretrained(model, device="cpu").generate([row["prompt"] for row in rows])
+    verified = sum(answer.verified for answer in answers)
+    assert verified > 0
+    assert main(["generate", model, "--prompts", "prompts.jsonl"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{verified} of 20 answers ({verified / 20:.1%}) are verified" in shown
+    assert "under the model's certificate" in shown
+    assert "At least" in shown
+    judged = "".join(json.dumps({"prompt": r["prompt"], "completion": r["chosen"]}) + "\n" for r in rows)
+    Path("answers.jsonl").write_text(judged)
+    assert main(["verify", model, "--data", "answers.jsonl"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "promises nothing about answers that the model did not write itself" in shown
+
+
 def test_certify_renews_the_certificate_of_a_language_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = SDMLanguageModel.from_pretrained(model, device="cpu").certificate()
     assert main(["certify", model, "--data", "fresh.jsonl", "--epsilon", "0.02", "--json"]) == 0

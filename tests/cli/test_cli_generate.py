@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_checks import fails, strict_json
 from tiny_sdm_lm import calibration_rows, marked_rows, train
 
@@ -227,6 +228,41 @@ def test_the_person_at_a_terminal(
     assert "> " in out
 
 
+def test_a_small_model_runs_on_one_thread(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(self: Any, *_: Any, **__: Any) -> list[Any]:
+        seen.append(torch.get_num_threads())
+        return []
+
+    class Server:
+        run = note
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(SDMLanguageModel, "judge", note)
+    monkeypatch.setattr("sdmlm.cli.commands.serve.make_server", lambda *_: Server())
+    (here / "answers.jsonl").write_text('{"prompt": "abc=", "completion": "abc"}\n')
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(StopIteration):  # there is no verdict to show
+            main(["verify", "model", "--data", "answers.jsonl"])
+        main(["serve", "model", "--port", "0"])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("command", ["train", "calibrate", "fit", "generate", "verify", "chat", "serve"])
+def test_help_says_how_many_threads(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "one thread" in unwrapped(out)
+    assert "OMP_NUM_THREADS" in out
+
+
 # Bad input
 
 
@@ -271,7 +307,7 @@ def test_text_cannot_control_the_terminal(
         """Says whatever it is asked, forged text included."""
 
         def __init__(self, lm: SDMLanguageModel) -> None:
-            self.encoder, self.tokenizer, self._lm = lm.encoder, lm.tokenizer, lm
+            self.encoder, self.tokenizer, self.model, self._lm = lm.encoder, lm.tokenizer, lm.model, lm
 
         def __getattr__(self, name: str) -> Any:
             def judged(prompts: list[Any], *args: Any, on_text: Any = None, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -143,4 +144,13 @@ def test_train_says_first_that_the_lm_is_the_problem(here: Path, capsys: pytest.
 
 def test_arithmetic_rows_come_with_their_reward(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "arithmetic", "--output", "sums", "--train", "4", "--calibration", "4", "--test", "0"]) == 0
-    assert "--reward sdmlm.tasks.arithmetic:reward --output runs/lm" in capsys.readouterr().out.replace("\n", " ")
+    given = "--data sums/train.jsonl --calibration sums/calibration.jsonl --reward sdmlm.tasks.arithmetic:reward"
+    assert f"{given} --output runs/lm" in capsys.readouterr().out
+
+
+def test_the_suggested_command_of_the_demo_s_sentences_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--train", "99", "--calibration", "98", "--test", "0", "--shifted", "0"]
+    assert main(["data", "word-ordering", "--sentences", "demo", "--output", "rows", *sizes]) == 0
+    (suggested,) = re.findall("Next: sdmlm (train .*)", capsys.readouterr().out)
+    assert main([*suggested.split(), "--dry-run"]) == 0
+    assert "Steps: 2 an epoch" in capsys.readouterr().out

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from tag_tokenizers import byte_level
 from tiny_lm import tiny_tokenizer
 
+from sdmlm.cli.commands.generate import colour, decision
 from sdmlm.estimator.explain import Exemplar
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.estimator.scores import Scores
 from sdmlm.generation.answers import AnswerText, Sampling
-from sdmlm.generation.judging import decided, widened
+from sdmlm.generation.judging import certificate_reason, decided, widened
 from sdmlm.generation.verification import Verification
+from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 
 WRITTEN = [
@@ -205,6 +207,39 @@ def test_verified_is_accepted_as_yes() -> None:
     assert verification(verdict="Ja", yes="Ja").verified
     assert verification().probability_of_yes == 0.75
     assert verification(verdict="No").probability_of_yes == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "verified"),
+        ({"verdict": "No"}, "judged wrong"),
+        ({"accepted": False}, "not verified"),
+        ({"accepted": False, "out_of_distribution": True}, "out of distribution"),
+        # Where a certificate applies, it decides about Yes, and the region only about No.
+        ({"accepted": False, "certified": True}, "verified"),
+        ({"accepted": False, "certified": True, "out_of_distribution": True}, "verified"),
+        ({"certified": False}, "not verified"),
+        ({"certified": False, "verdict": "No"}, "judged wrong"),
+        ({"certified": False, "verdict": "No", "accepted": False}, "not verified"),
+    ],
+)
+def test_the_outcome_in_words(changes: dict[str, Any], outcome: str) -> None:
+    one = verification(**changes)
+    assert one.outcome == one.to_dict()["outcome"] == outcome
+    assert one.verified == (outcome == "verified")
+    assert decision(one).lower().startswith(outcome.replace("out of distribution", "not verified"))
+    assert colour(one) == {"verified": "green", "judged wrong": "red"}.get(outcome, "yellow")
+
+
+def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
+    certificate = AnswerCertificate(0.9, 0.05, 0.1, 0.5, 40, 36, 30, 29, 0, None, "digest")
+    promise = "At least 90% of such answers are right."
+    own = certificate_reason(certificate, True, verification(finish_reason="stop"), 0.5)
+    others = certificate_reason(certificate, True, verification(finish_reason="given"), 0.5)
+    assert own.endswith(promise)
+    assert promise not in others
+    assert others.endswith("promises nothing about answers that the model did not write itself.")
 
 
 def test_plain_values() -> None:

@@ -308,9 +308,9 @@ def test_feedback_and_undo(server: Served) -> None:
 def test_facts(server: Served) -> None:
     assert ask(server.url, "/health").json["status"] == "ok"
     assert ask(server.url, "/v1/sdm").json == server.model.info
-    before = metric(server.url, 'sdmlm_answers_total{decision="accepted"}')
+    before = metric(server.url, 'sdmlm_answers_total{outcome="verified"}')
     chat(server.url, "abc=")
-    assert metric(server.url, 'sdmlm_answers_total{decision="accepted"}') == before + 1
+    assert metric(server.url, 'sdmlm_answers_total{outcome="verified"}') == before + 1
     assert metric(server.url, 'sdmlm_requests_total{route="/v1/chat/completions",status="200"}') > 0
     assert metric(server.url, 'sdmlm_request_seconds_count{route="/v1/chat/completions"}') > 0
     assert metric(server.url, "sdmlm_queue_length") == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from sdmlm.server.metrics import SECONDS, Metrics
+from sdmlm.server.metrics import OUTCOMES, SECONDS, Metrics
 
 
 def test_text() -> None:
@@ -15,8 +15,8 @@ def test_text() -> None:
     ]
     for request in requests:
         metrics.request(*request)
-    for accepted, strange in ((True, False), (False, False), (False, True), (False, True)):
-        metrics.judged(accepted, strange, 3, 5)
+    for outcome in ("verified", "judged wrong", "out of distribution", "out of distribution"):
+        metrics.judged(outcome, 3, 5)
     text = metrics.text()
     assert text.endswith("\n")
     values = {}
@@ -36,10 +36,8 @@ def test_text() -> None:
         assert values[f'sdmlm_request_seconds_bucket{{route="{route}",le="+Inf"}}'] == len(seconds)
         assert values[f'sdmlm_request_seconds_count{{route="{route}"}}'] == len(seconds)
         assert abs(values[f'sdmlm_request_seconds_sum{{route="{route}"}}'] - sum(seconds)) < 1e-3
-    decisions = {
-        d: values[f'sdmlm_answers_total{{decision="{d}"}}'] for d in ("accepted", "rejected", "out_of_distribution")
-    }
-    assert decisions == {"accepted": 1, "rejected": 1, "out_of_distribution": 2}
+    outcomes = {name: values[f'sdmlm_answers_total{{outcome="{name}"}}'] for name in OUTCOMES}
+    assert outcomes == {"verified": 1, "judged_wrong": 1, "not_verified": 0, "out_of_distribution": 2}
     assert values['sdmlm_tokens_total{part="prompt"}'] == 12
     assert values['sdmlm_tokens_total{part="completion"}'] == 20
     assert (values["sdmlm_queue_length"], values["sdmlm_requests_in_progress"]) == (7, 3)

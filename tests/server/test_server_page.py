@@ -29,6 +29,7 @@ from tiny_sdm_lm import train  # noqa: E402
 
 from sdmlm import SDMLanguageModel  # noqa: E402
 from sdmlm.cli.commands.serve import listen, make_server  # noqa: E402
+from sdmlm.language_model.answer_rule import AnswerCertificate, save_certificate  # noqa: E402
 from sdmlm.server.app import make_app  # noqa: E402
 from sdmlm.server.model import Model  # noqa: E402
 from sdmlm.server.settings import ServerSettings  # noqa: E402
@@ -69,6 +70,19 @@ def serve(folder: Path, **changes: Any) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
     yield from serve(folder)
+
+
+@pytest.fixture(scope="module")
+def certified(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same model with a certificate at alpha 0.9, which asks for more than its region does."""
+    home = tmp_path_factory.mktemp("certified") / "lm"
+    shutil.copytree(folder, home)
+    lm = SDMLanguageModel.from_pretrained(home)
+    (answer,) = lm.generate(["abc="], progress=False)
+    threshold = answer.probability_of_yes - 1e-4
+    certificate = AnswerCertificate(0.9, 0.05, 0.1, threshold, 40, 36, 30, 29, 0, None, lm.digest())
+    save_certificate(home / "sdm", certificate)
+    yield from serve(home)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +203,7 @@ def test_an_answer_streams_and_then_gets_its_verdict(visit: Visit, served: Serve
 
 
 STRANGE = {
+    "outcome": "out of distribution",
     "accepted": False,
     "verified": False,
     "out_of_distribution": True,
@@ -197,9 +212,9 @@ STRANGE = {
     "highest_alpha": None,
 }
 OUTCOMES: list[tuple[dict[str, Any], str]] = [
-    ({"accepted": True, "verdict": "Yes", "verified": True, "out_of_distribution": False}, "Verified"),
-    ({"accepted": True, "verdict": "No", "verified": False, "out_of_distribution": False}, "Judged wrong"),
-    ({"accepted": False, "verified": False, "out_of_distribution": False}, "Not verified: a person should look"),
+    ({"outcome": "verified", "verdict": "Yes"}, "Verified"),
+    ({"outcome": "judged wrong", "verdict": "No"}, "Judged wrong"),
+    ({"outcome": "not verified"}, "Not verified: a person should look"),
     (STRANGE, "Not verified, out of distribution: a person should look"),
 ]
 
@@ -216,6 +231,42 @@ def test_the_four_outcomes(visit: Visit, served: Served, changes: dict[str, Any]
     expect(page.locator("#verdict span")).to_contain_text(f"Verdict: {verdict}.")  # whatever becomes of the answer
     if "out of distribution" in name:
         expect(page.locator("#alpha-effect")).to_contain_text("q = 0, out of distribution at every alpha")
+
+
+WORDS = {
+    "verified": "Verified",
+    "judged wrong": "Judged wrong",
+    "not verified": "Not verified: a person should look",
+    "out of distribution": "Not verified, out of distribution: a person should look",
+}
+
+
+def test_a_certificate_decides(visit: Visit, certified: Served) -> None:
+    """At every alpha of the slider the box says what the server would; above the certificate's own the region decides."""
+    page, lm = visit(certified), certified.lm
+    assert lm.answer_certificate is not None
+    expect(page.locator("#measured")).to_contain_text("answered 36 of 40 held-out prompts rightly")
+    slider = page.get_by_label("Alpha", exact=True)
+    alphas = [r["alpha"] for r in page.request.get(certified.url + "v1/sdm").json()["regions"]]
+    seen = set()
+    for prompt in ("abc=", "a.b.=", "hgf="):
+        judged(page, prompt)
+        answer = lm.generate(prompt, progress=False)
+        assert answer.certified is not None
+        checks = page.locator("#rule-list li")
+        expect(checks).to_have_count(2)
+        expect(checks.first).to_contain_text(f"at least {lm.answer_certificate.threshold:.4f} is asked for")
+        passed = [use.get_attribute("href") for use in page.locator("#rule-list use").all()]
+        assert (passed == ["#icon-verified"] * 2) == answer.certified
+        for i in (0, alphas.index(lm.alpha), alphas.index(0.9), alphas.index(0.9) + 1, len(alphas) - 1):
+            slider.fill(str(i))
+            expected = lm.verify(prompt, answer.text, alpha=alphas[i], progress=False)
+            expect(page.locator("#verdict strong")).to_have_text(WORDS[expected.outcome])
+            assert ("verified by the certificate" in page.locator("#alpha-effect").inner_text()) == bool(
+                expected.certified
+            )
+            seen.add((expected.outcome, expected.certified))
+    assert {certified for _, certified in seen} == {True, False, None}
 
 
 def test_text_is_never_taken_for_html(visit: Visit, served: Served) -> None:
@@ -558,8 +609,7 @@ def test_batch_upload_filter_sort_download(visit: Visit, served: Served, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
     assert [r["line"] for r in rows] == [1, 6, 7, 8, 9, 10, 11, 12, 13]
     assert [r.get("id") for r in rows[:6]] == list(range(6))
-    values = {"Judged wrong": "known wrong", "Not verified": "rejected"}  # in files the words stay as they were
-    assert [r["outcome"] for r in rows] == [values.get(name, name.lower()) for name in [*names, "Error"]]  # type: ignore[attr-defined]
+    assert [r["outcome"] for r in rows] == [name.lower() for name in [*names, "Error"]]
     for row, v in zip(rows[:8], expected, strict=True):
         assert (row["answer"], row["sdm"]["verdict"], row["sdm"]["accepted"]) == (v.text, v.verdict, v.accepted)
     assert "tokens" in rows[-1]["error"]

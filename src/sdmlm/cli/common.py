@@ -31,6 +31,10 @@ _SCORE_BLOCK = 20_000  # rows scored between two steps of the progress bar
 
 EMBEDDINGS_HELP = "embedding file: .npz (X, y, ids, texts), .parquet or .jsonl (embedding, label, id, text)"
 
+THREADS = """\
+threads: a model of less than 10 million parameters runs on the CPU with one thread, which is fastest for matrices that small,
+  and far faster beside another job. OMP_NUM_THREADS=N chooses another number."""
+
 
 # Options
 

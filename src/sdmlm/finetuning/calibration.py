@@ -17,6 +17,7 @@ from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary, 
 from sdmlm.finetuning.layers import position_limit
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import layer_summary
+from sdmlm.finetuning.threads import threads_for
 from sdmlm.finetuning.training_rows import completion_room, encode_rows
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import inner_lm
@@ -66,7 +67,8 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
     encoder = Encoder(tokenizer, config.tags(), position_limit(model, config.max_length), config.truncate_prompt)
     encoded = encode_rows(rows, encoder, data.source)
     config.max_new_tokens = config.max_new_tokens or completion_room(encoder, rows)
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
+    one_or_more = threads_for(model.num_parameters())
+    with one_or_more, contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
         layer = fit_over_calibration(model, encoder, encoded, config, reward)
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if is_main_process():

@@ -16,8 +16,8 @@ def threads_for(parameters: int) -> Iterator[int]:
     """One thread for a small model on a CPU, until the context ends; otherwise torch's own number, which is unchanged.
 
     Matrices this small are multiplied fastest by one thread: several wait for each other, and far longer beside
-    another job. OMP_NUM_THREADS in the environment is the user's own choice and wins. Only commands call this: a
-    library caller's threads are left alone.
+    another job. OMP_NUM_THREADS in the environment is the user's own choice and wins. Only commands, and
+    `calibrate`, call this: a library caller's threads are left alone.
     """
     before = torch.get_num_threads()
     if parameters >= SMALL_MODEL or torch.accelerator.is_available() or os.environ.get("OMP_NUM_THREADS"):

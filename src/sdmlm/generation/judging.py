@@ -117,9 +117,12 @@ def by_certificate(
 def certificate_reason(certificate: AnswerCertificate, accepted: bool, one: Verification, usual: float) -> str:
     """Why the certificate accepts an answer, or which part of its rule the answer fails, in plain words."""
     if accepted:
+        promise = f"At least {certificate.alpha:.0%} of such answers are right."
+        if one.finish_reason == "given":  # the certificate covers what the LM writes itself
+            promise = "The certificate promises nothing about answers that the model did not write itself."
         return (
             f"Verified by the certificate: judged right, and as likely as the model's answers usually are ({usual:.0%} of "
-            f"its known answers are more unusual). At least {certificate.alpha:.0%} of such answers are right."
+            f"its known answers are more unusual). {promise}"
         )
     start = "Not verified by the certificate, so a person should look: "
     if not certificate.certified:

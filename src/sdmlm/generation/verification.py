@@ -84,6 +84,8 @@ class Verification:
     >>> import dataclasses
     >>> dataclasses.replace(v, verdict="No").verified  # accepted, but as wrong
     False
+    >>> dataclasses.replace(v, verdict="No").outcome
+    'judged wrong'
     >>> v.to_dict()["q"]
     40
     """
@@ -125,13 +127,25 @@ class Verification:
         return (self.accepted if self.certified is None else self.certified) and self.verdict == self.yes
 
     @property
+    def outcome(self) -> str:
+        """The decision in a word or three: verified, judged wrong, not verified, or out of distribution.
+
+        Judged wrong: the verdict is "No" in the high-reliability region. The last two say only that a person should look.
+        """
+        if self.verified:
+            return "verified"
+        if self.out_of_distribution:
+            return "out of distribution"
+        return "judged wrong" if self.accepted and self.verdict != self.yes else "not verified"
+
+    @property
     def probability_of_yes(self) -> float:
         """SDM(z') of the class Yes."""
         return self.probability if self.verdict == self.yes else 1 - self.probability
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON (an infinite number becomes None)."""
-        plain = {**dataclasses.asdict(self), "verified": self.verified}
+        plain = {**dataclasses.asdict(self), "verified": self.verified, "outcome": self.outcome}
         del plain["yes"]
         plain["exemplars"] = list(plain["exemplars"])
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}

@@ -80,7 +80,7 @@ class Service:
     def counted(self, judged: list[Judged]) -> list[Judged]:
         for each in judged:
             v = each.verification
-            self.metrics.judged(v.accepted, v.out_of_distribution, v.prompt_tokens, v.completion_tokens)
+            self.metrics.judged(v.outcome, v.prompt_tokens, v.completion_tokens)
         return judged
 
     def check_feedback(self) -> None:

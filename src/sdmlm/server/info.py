@@ -36,6 +36,7 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
         "examples": examples(lm),
         "control_tokens": control_tokens(lm),
         "measured": [dataclasses.asdict(each) for each in measured(lm)],
+        "certificate": _certificate(lm),
     }
 
 
@@ -56,6 +57,16 @@ def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[st
     if len(some) > MAX_POINTS:
         some = np.sort(np.random.default_rng(0).choice(some, MAX_POINTS, replace=False))
     return {name: values[some].tolist() for name, values in columns.items()}
+
+
+def _certificate(lm: SDMLanguageModel) -> dict[str, Any] | None:
+    """The rule that decides which answers are verified, where the model has one that promises alpha."""
+    certificate = lm.certificate()
+    if certificate is None:
+        return None
+    names = "alpha", "delta", "epsilon", "threshold", "prompts", "right", "accepted", "accepted_right"
+    values = certificate.to_dict()
+    return {**{name: values[name] for name in names}, "says": certificate.sentence()}
 
 
 def control_tokens(lm: SDMLanguageModel) -> list[str]:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 
+OUTCOMES = ("verified", "judged_wrong", "not_verified", "out_of_distribution")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -34,7 +35,7 @@ class Metrics:
         self._queue_length, self._in_progress = queue_length, in_progress
         self._requests: Counter[tuple[str, int]] = Counter()
         self._seconds: dict[str, Histogram] = {}
-        self._verdicts: Counter[str] = Counter(accepted=0, rejected=0, out_of_distribution=0)
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._tokens: Counter[str] = Counter(prompt=0, completion=0)
 
     def request(self, route: str, status: int, seconds: float) -> None:
@@ -42,10 +43,9 @@ class Metrics:
         self._requests[route, status] += 1
         self._seconds.setdefault(route, Histogram(SECONDS)).observe(seconds)
 
-    def judged(self, accepted: bool, out_of_distribution: bool, prompt_tokens: int, completion_tokens: int) -> None:
-        """An answer has been judged."""
-        decision = "out_of_distribution" if out_of_distribution else "accepted" if accepted else "rejected"
-        self._verdicts[decision] += 1
+    def judged(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """An answer has been judged; `outcome` is that of its `Verification`."""
+        self._outcomes[outcome.replace(" ", "_")] += 1
         self._tokens.update(prompt=prompt_tokens, completion=completion_tokens)
 
     def text(self) -> str:
@@ -65,9 +65,9 @@ class Metrics:
                     for route, histogram in sorted(self._seconds.items())
                     for line in histogram.lines("sdmlm_request_seconds", f'route="{route}"')
                 ),
-                "# HELP sdmlm_answers_total Judged answers by decision.",
+                "# HELP sdmlm_answers_total Judged answers by outcome.",
                 "# TYPE sdmlm_answers_total counter",
-                *(f'sdmlm_answers_total{{decision="{name}"}} {n}' for name, n in sorted(self._verdicts.items())),
+                *(f'sdmlm_answers_total{{outcome="{name}"}} {n}' for name, n in sorted(self._outcomes.items())),
                 "# HELP sdmlm_tokens_total Tokens of judged documents.",
                 "# TYPE sdmlm_tokens_total counter",
                 *(f'sdmlm_tokens_total{{part="{name}"}} {n}' for name, n in sorted(self._tokens.items())),

@@ -41,6 +41,7 @@ def add(subparsers: Any) -> None:
         metavar="N",
         help="the same seed gives the same layer (that of training, or 42)",
     )
+    parser.epilog = f"{common.THREADS}\n\n{parser.epilog}"
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands.generate import add_model, add_writing, load, policy
+from sdmlm.cli.commands.generate import add_model, add_writing, opened, policy
 from sdmlm.cli.layer_tables import REWARD_HELP
 from sdmlm.storage.record import held_out
 
@@ -47,10 +47,12 @@ def _run(args: argparse.Namespace) -> None:
 
     search = policy(args)
     assert search is not None  # the option is required
-    lm = load(args)
-    data = read_preferences(args.data, lm.tags)
-    rows = held_out(data.rows, data.sha256, Path(args.model))
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
+    with (
+        opened(args) as lm,
+        contextlib.redirect_stdout(sys.stderr),
+    ):  # whatever a reward prints: stdout is for the result
+        data = read_preferences(args.data, lm.tags)
+        rows = held_out(data.rows, data.sha256, Path(args.model))
         calibration = calibrate_search(
             lm,
             rows,

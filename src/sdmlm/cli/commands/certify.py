@@ -60,6 +60,7 @@ def _certify_lm(args: argparse.Namespace) -> None:
     from sdmlm.language_model.loading import require_transformers
 
     require_transformers()
+    from sdmlm.finetuning.threads import threads_for
     from sdmlm.generation.certification import certify_lm
     from sdmlm.generation.language_model import SDMLanguageModel
     from sdmlm.language_model.answer_rule import EPSILON
@@ -68,7 +69,8 @@ def _certify_lm(args: argparse.Namespace) -> None:
     lm = SDMLanguageModel.from_pretrained(args.estimator)
     data = read_preferences(args.data, lm.tags)
     epsilon = EPSILON if args.epsilon is None else args.epsilon
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
+    threads = threads_for(lm.model.num_parameters())
+    with threads, contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
         certificate = certify_lm(
             lm, data.rows, args.reward, alpha=args.alpha, delta=args.delta, epsilon=epsilon, source=data.source
         )

@@ -15,6 +15,7 @@ from sdmlm.storage.text_files import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sdmlm.generation.language_model import SDMLanguageModel
     from sdmlm.generation.verification import Verification
 
 EXAMPLES = """\
@@ -35,7 +36,12 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read lines until the end of input (Ctrl-D)."""
     options = generate.writing(args)
-    lm = generate.load(args)
+    with generate.opened(args) as lm:
+        _talk(lm, args, options)
+
+
+def _talk(lm: SDMLanguageModel, args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """A turn for each line of input."""
     out = common.console(args)
     person = sys.stdin.isatty()
     if person:

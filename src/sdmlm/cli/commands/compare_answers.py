@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sdmlm.cli import common
-from sdmlm.cli.commands.generate import load
+from sdmlm.cli.commands.generate import opened
 from sdmlm.cli.layer_tables import REWARD_HELP, ROWS_HELP
 
 EXAMPLES = """\
@@ -41,10 +41,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--samples is {args.samples} but must be at least 0.")
     if args.plot is not None:
         common.check_output_file(args.plot, ".png")
-    lm = load(args)
-    rows = read_preferences(args.data, lm.tags).rows
-    shifted = None if args.shifted is None else read_preferences(args.shifted, lm.tags).rows
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
+    with (
+        opened(args) as lm,
+        contextlib.redirect_stdout(sys.stderr),
+    ):  # whatever a reward prints: stdout is for the result
+        rows = read_preferences(args.data, lm.tags).rows
+        shifted = None if args.shifted is None else read_preferences(args.shifted, lm.tags).rows
         comparison = compare_answers(lm, rows, shifted, args.reward, samples=args.samples)
     if args.plot is not None:
         from sdmlm.report.plots import risk_coverage

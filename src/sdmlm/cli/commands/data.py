@@ -16,6 +16,7 @@ from sdmlm.storage.text_files import decode
 WORD_ORDERING = """\
   sdmlm data word-ordering --sentences wikipedia.txt --harvard harvard.txt --output data/word_ordering
   sdmlm data word-ordering --sentences sentence-transformers/wikipedia-en-sentences --output data/word_ordering"""
+SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # in the suggested command: any causal LM will do
 ARITHMETIC = "  sdmlm data arithmetic --output data/arithmetic --train 2000 --calibration 2000"
 
 
@@ -76,7 +77,8 @@ def word_ordering(args: argparse.Namespace) -> None:
         min_words=args.min_words,
         max_words=args.max_words,
     )
-    _write(args, output, splits.rows, splits.left_out)
+    model = "demo" if args.sentences == ["demo"] else SMALL_MODEL
+    _write(args, output, splits.rows, splits.left_out, model, "sdmlm.tasks.word_ordering:reward")
 
 
 def arithmetic(args: argparse.Namespace) -> None:
@@ -84,7 +86,7 @@ def arithmetic(args: argparse.Namespace) -> None:
     from sdmlm.tasks.arithmetic import make_splits
 
     output = _new_folder(args.output)
-    _write(args, output, make_splits(**_sizes(args)), {}, "sdmlm.tasks.arithmetic:reward")
+    _write(args, output, make_splits(**_sizes(args)), {}, SMALL_MODEL, "sdmlm.tasks.arithmetic:reward")
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -152,7 +154,8 @@ def _write(
     output: Path,
     splits: Mapping[str, Sequence[dict[str, Any]]],
     left_out: Mapping[str, int],
-    reward: str | None = None,
+    model: str,
+    reward: str,
 ) -> None:
     from sdmlm.storage.artifacts import write_text_atomically
 
@@ -181,5 +184,6 @@ def _write(
         out.print("Left out: " + ", ".join(f"{n} {why}" for why, n in result["left_out"].items()) + ".")
     if {"train", "calibration"} <= splits.keys():
         rows_of = f"--data {output}/train.jsonl --calibration {output}/calibration.jsonl"
-        judged = "" if reward is None else f" --reward {reward}"  # None: the default, exact match, fits the task
-        out.print(f"Next: sdmlm train --model M {rows_of}{judged} --output runs/lm", markup=False, soft_wrap=True)
+        train = f"sdmlm train --model {model} {rows_of} --reward {reward} --output runs/lm"
+        out.print(f"Next: {train}", markup=False, soft_wrap=True)
+        out.print("(--dry-run at its end checks and shows everything first; --model may be any causal language model.)")

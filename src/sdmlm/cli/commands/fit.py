@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from sdmlm.estimator.embedding_files import Embeddings
     from sdmlm.estimator.estimator import SDMEstimator
 
+THREADS = """\
+threads: on the CPU, few points (points squared x columns below 2 billion) are fitted with one thread, which is then fastest,
+  and far faster beside another job. More points use all cores, or as many as OMP_NUM_THREADS says."""
 EXAMPLES = """\
   sdmlm fit train.npz --output runs/estimator
   sdmlm fit train.parquet --calibration held-out.parquet --output runs/estimator --report runs/fit.html
@@ -29,6 +32,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--report", metavar="FILE.html", help="write an HTML report on the calibration points")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     common.add_estimator_options(parser)
+    parser.epilog = f"{THREADS}\n\n{parser.epilog}"
     parser.set_defaults(run=run)
 
 

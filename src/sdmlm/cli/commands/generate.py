@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="DIR", help="folder of an SDM language model, or its name on the Hub")
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the model's")
     parser.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
+    parser.epilog = f"{common.THREADS}\n\n{parser.epilog}"
 
 
 def add_writing(parser: argparse.ArgumentParser, calibrating: bool = False) -> None:
@@ -84,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     common.check_output_file(args.output, ".jsonl")
     rows = read_prompts(args.prompts)
     options = writing(args)
-    lm = load(args)
-    too_long = find_too_long(lm.encoder, [row["prompt"] for row in rows])
-    prompts = [row["prompt"] for n, row in enumerate(rows) if n not in too_long]
-    judged = lm.generate(prompts, alpha=args.alpha, neighbors=args.neighbors, **options)
+    with opened(args) as lm:
+        too_long = find_too_long(lm.encoder, [row["prompt"] for row in rows])
+        prompts = [row["prompt"] for n, row in enumerate(rows) if n not in too_long]
+        judged = lm.generate(prompts, alpha=args.alpha, neighbors=args.neighbors, **options)
     return show(args, rows, judged, too_long)
 
 
@@ -115,14 +117,18 @@ def policy(args: argparse.Namespace) -> SearchPolicy | None:
     return SearchPolicy(args.search, args.budget)
 
 
-def load(args: argparse.Namespace) -> SDMLanguageModel:
-    """The model."""
+@contextlib.contextmanager
+def opened(args: argparse.Namespace) -> Iterator[SDMLanguageModel]:
+    """The model, while the number of threads is right for its size."""
     from sdmlm.language_model.loading import require_transformers
 
     require_transformers()
+    from sdmlm.finetuning.threads import threads_for
     from sdmlm.generation.language_model import SDMLanguageModel
 
-    return SDMLanguageModel.from_pretrained(args.model, device=common.checked_device(args.device))
+    lm = SDMLanguageModel.from_pretrained(args.model, device=common.checked_device(args.device))
+    with threads_for(lm.model.num_parameters()):
+        yield lm
 
 
 # In
@@ -214,13 +220,14 @@ def _show_answers(
     if len(rows) > _SHOWN:
         out.print(f"... and {len(rows) - _SHOWN} more" + ("." if args.output else ": give --output to see all."))
     judged = [v for v in by_row if v is not None]
-    accepted, verified = sum(v.accepted for v in judged), sum(v.verified for v in judged)
     if judged:
-        share = common.percent(verified, len(judged))
+        verified, wrong = (sum(v.outcome == name for v in judged) for name in ("verified", "judged wrong"))
+        rule = "in the high-reliability region" if judged[0].certified is None else "under the model's certificate"
+        also = f" {wrong} are judged wrong." if wrong else ""
         out.print(
-            f'{verified} of {len(judged)} answers ({share}) are verified: judged "{judged[0].yes}" in the '
-            f"high-reliability region at alpha {judged[0].alpha:g}. {accepted - verified} are judged wrong there. "
-            f"{len(judged) - accepted} are not verified: a person should look.",
+            f"{verified} of {len(judged)} answers ({common.percent(verified, len(judged))}) are verified: judged "
+            f'"{judged[0].yes}" {rule}, at alpha {judged[0].alpha:g}.{also} {len(judged) - verified - wrong} are not '
+            "verified: a person should look, which does not mean that they are wrong.",
             markup=False,
         )
     if args.output:
@@ -241,14 +248,12 @@ def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:
 
 def decision(v: Verification) -> str:
     """What to do with an answer, and the verdict."""
-    if v.verified:
-        return f"Verified (verdict {v.verdict})"
-    if v.accepted:
-        return f"Judged wrong (verdict {v.verdict})"
+    if v.outcome in ("verified", "judged wrong"):
+        return f"{v.outcome.capitalize()} (verdict {v.verdict})"
     where = ", out of distribution" if v.out_of_distribution else ""
     return f"Not verified{where}: a person should look (verdict {v.verdict})"
 
 
 def colour(v: Verification) -> str:
     """Green for what may be used, red for what is judged wrong, yellow for what a person should look at."""
-    return "green" if v.verified else "red" if v.accepted else "yellow"
+    return {"verified": "green", "judged wrong": "red"}.get(v.outcome, "yellow")

@@ -14,6 +14,8 @@ from sdmlm.server.settings import ServerSettings, Upstream
 if TYPE_CHECKING:
     import uvicorn
 
+    from sdmlm.generation.language_model import SDMLanguageModel
+
 EXAMPLES = """\
   sdmlm serve runs/demo/sdm_hn
   SDMLM_API_KEY=... sdmlm serve runs/lm --host 0.0.0.0 --port 8080
@@ -41,6 +43,7 @@ def add(subparsers: Any) -> None:
     group.add_argument("--upstream", metavar="URL", help="OpenAI-compatible server, e.g. http://127.0.0.1:8001/v1")
     group.add_argument("--upstream-model", metavar="M", help="name of the model there")
     group.add_argument("--upstream-api-key-env", metavar="NAME", help="environment variable with the key for it")
+    parser.epilog = f"{common.THREADS}\n\n{parser.epilog}"
     parser.set_defaults(run=run)
 
 
@@ -60,17 +63,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace, settings: ServerSettings, listening: socket.socket) -> None:
-    import signal
-
     from sdmlm.estimator.region import check_alpha
+    from sdmlm.finetuning.threads import threads_for
     from sdmlm.generation.language_model import SDMLanguageModel
-    from sdmlm.server.app import make_app
-    from sdmlm.server.model import Model
 
     alpha = None if args.alpha is None else check_alpha(args.alpha)
     lm = SDMLanguageModel.from_pretrained(args.model, device=common.checked_device(args.device))
     if alpha is not None:
         lm.alpha = alpha
+    with threads_for(lm.model.num_parameters()):
+        _serve_model(args, lm, settings, listening)
+
+
+def _serve_model(
+    args: argparse.Namespace, lm: SDMLanguageModel, settings: ServerSettings, listening: socket.socket
+) -> None:
+    import signal
+
+    from sdmlm.server.app import make_app
+    from sdmlm.server.model import Model
+
     folder = Path(args.model)
     name = folder.resolve().name if folder.is_dir() else args.model
     if not settings.loopback and settings.api_key is None:

@@ -13,9 +13,6 @@ from sdmlm.finetuning.processes import is_main_process
 from sdmlm.language_model.loading import require_transformers
 from sdmlm.storage.record import RECORD
 
-THREADS = """\
-threads: a model of less than 10 million parameters is trained on the CPU with one thread, which is fastest for matrices
-  that small and far faster beside another job. OMP_NUM_THREADS=N chooses another number."""
 EXAMPLES = """\
   sdmlm train --model microsoft/Phi-3.5-mini-instruct --data rows.jsonl --output runs/phi --dry-run
   sdmlm train --model models/tiny --data train.jsonl --calibration calibration.jsonl --output runs/tiny --loss ce
@@ -48,7 +45,7 @@ def add(subparsers: Any) -> None:
         parser, "SDMConfig (every field of transformers.TrainingArguments works too: --seed, --optim, ...)"
     )
     config_options.accept_any_option(parser)
-    parser.epilog = f"{THREADS}\n\n{parser.epilog}"
+    parser.epilog = f"{common.THREADS}\n\n{parser.epilog}"
     parser.set_defaults(run=run)
 
 

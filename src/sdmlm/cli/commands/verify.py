@@ -34,9 +34,10 @@ def run(args: argparse.Namespace) -> int:
     if args.data != "-" and not args.data.endswith(".jsonl"):
         raise ValueError(f"{args.data} is of an unknown kind: answers are read from .jsonl files, or from -.")
     rows = generate.parse_objects(generate.read_text(args.data), args.data, ("prompt", "completion"))
-    lm = generate.load(args)
     prompts, completions = ([row[name] for row in rows] for name in ("prompt", "completion"))
-    too_long = find_too_long(lm.encoder, prompts, completions)
-    prompts, completions = ([v for n, v in enumerate(values) if n not in too_long] for values in (prompts, completions))
-    judged = lm.verify(prompts, completions, alpha=args.alpha, neighbors=args.neighbors)
+    with generate.opened(args) as lm:
+        too_long = find_too_long(lm.encoder, prompts, completions)
+        fitting = [n for n in range(len(rows)) if n not in too_long]
+        asked, given = ([values[n] for n in fitting] for values in (prompts, completions))
+        judged = lm.verify(asked, given, alpha=args.alpha, neighbors=args.neighbors)
     return generate.show(args, rows, judged, too_long)

@@ -4,8 +4,8 @@ import { alphaCurve, histogram, logitScale, scatter, similarityScale, unitScale 
 import { differenceNodes } from "./difference.js";
 import { byId, element, fillDefinitionList, icon } from "./dom.js";
 import {
-  admitted, asPoint, calibrationPoints, effect, inRegion, isEmpty, number, outcome, outcomeIn, outputAtYes, percent,
-  probability,
+  OUTCOMES, admitted, asPoint, calibrationPoints, certifies, effect, inRegion, isEmpty, number, outcome, outcomeIn,
+  outputAtYes, percent, probability,
 } from "./sdm.js";
 import { showVerdict } from "./verdict.js";
 
@@ -37,8 +37,19 @@ export function useInfo(given) {
   byId("alpha").max = info.regions.length - 1;
   setAlpha(chosen);
   byId("region").hidden = false;
+  byId("region-use").textContent = regionUse();
   if (current) show(current);
   else draw();
+}
+
+/** What the region is for, in words. */
+function regionUse() {
+  const { certificate, alpha, classes } = info;
+  const what = "The rule of the papers: an answer whose verdict lies in it is reliably judged, by an estimate.";
+  return certifies(certificate, alpha)
+    ? `${what} This model has a certificate, which decides instead what is verified, up to alpha ${number(certificate.alpha)}; ` +
+      `the region still decides which answers are judged wrong (${classes[0]}).`
+    : what;
 }
 
 /** The grid of regions with the server's own alpha among them, ascending. */
@@ -53,6 +64,7 @@ export function show(evidence, messages = null) {
   if (messages) asked = messages.map((m) => m.content).join("\n");
   if (!info) return; // without the calibration set there is nothing to draw against
   byId("signals").hidden = byId("numbers").hidden = false;
+  showRule(evidence);
   showExemplars(evidence.exemplars);
   showNumbers(evidence);
   draw();
@@ -61,8 +73,25 @@ export function show(evidence, messages = null) {
 /** Back to the calibration set alone. */
 export function clear() {
   current = null;
-  for (const id of ["signals", "exemplars", "numbers"]) byId(id).hidden = true;
+  for (const id of ["rule", "signals", "exemplars", "numbers"]) byId(id).hidden = true;
   draw();
+}
+
+/** The two questions of the certificate, and what this answer says to them. */
+function showRule(e) {
+  const certificate = info.certificate;
+  byId("rule").hidden = certificate === null || e.certified === null;
+  if (byId("rule").hidden) return;
+  const yes = outputAtYes(asPoint(e, info.classes));
+  const { threshold, epsilon } = certificate;
+  const check = (passed, question, found) =>
+    element("li", {}, icon(passed ? "verified" : "rejected"), element("span", {}, element("b", {}, question), ` ${found}`));
+  byId("rule-list").replaceChildren(
+    check(threshold !== null && yes >= threshold, `Judged ${info.classes[1]}, and surely enough?`,
+      `SDM output for ${info.classes[1]} ${probability(yes)}; at least ${probability(threshold)} is asked for.`),
+    check(e.usual >= epsilon, "An answer as the model usually writes them?",
+      `${percent(e.usual)} of its known answers are more unusual; at least ${percent(epsilon)} is asked for.`),
+  );
 }
 
 function showExemplars(exemplars) {
@@ -127,7 +156,7 @@ function draw() {
 /** The box above the answer follows the slider. */
 function showOutcome(region, point) {
   if (region.alpha === current.alpha) showVerdict(outcome(current), current.verdict);
-  else showVerdict(outcomeIn(region, point), current.verdict, number(region.alpha));
+  else showVerdict(outcomeIn(region, point, info.certificate), current.verdict, number(region.alpha));
 }
 
 function showAlpha(region, point) {
@@ -147,8 +176,8 @@ function showAlpha(region, point) {
 }
 
 function effectOn(region, point) {
-  const symbol = icon(inRegion(region, point) ? "verified" : "rejected");
-  return [symbol, element("span", {}, effect(region, point, info.classes))];
+  const kind = outcomeIn(region, point, info.certificate);
+  return [icon(OUTCOMES[kind].icon), element("span", {}, effect(region, point, info.classes, info.certificate))];
 }
 
 function drawAlphaCurve(region, point) {

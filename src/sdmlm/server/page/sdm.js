@@ -1,24 +1,24 @@
 // The rules of the method that the page needs: outcomes, membership in the region, and how to say them.
 
-// `value` is what downloads say: it stays when the words on the page change.
+// `value` is the outcome as the server and downloads spell it.
 export const OUTCOMES = {
   verified: {
     icon: "verified",
     name: "Verified",
     value: "verified",
-    text: "Judged right, and in the high-reliability region: usable without a person looking.",
+    text: "Judged right, and reliably so: usable without a person looking.",
   },
   wrong: {
     icon: "wrong",
     name: "Judged wrong",
-    value: "known wrong",
-    text: "Judged not to follow the prompt, and in the high-reliability region: do not use it.",
+    value: "judged wrong",
+    text: "Judged not to follow the prompt, and reliably so: do not use it.",
   },
   rejected: {
     icon: "rejected",
     name: "Not verified: a person should look",
     short: "Not verified",
-    value: "rejected",
+    value: "not verified",
     text: "The verdict is not reliable enough. The answer may well be right.",
   },
   ood: {
@@ -32,20 +32,24 @@ export const OUTCOMES = {
 
 /** Which of the four outcomes an answer's evidence stands for. */
 export function outcome(evidence) {
-  if (evidence.out_of_distribution) return "ood";
-  if (!evidence.accepted) return "rejected";
-  return evidence.verified ? "verified" : "wrong";
+  return Object.keys(OUTCOMES).find((kind) => OUTCOMES[kind].value === evidence.outcome);
 }
 
-/** The outcome at another alpha than that of the evidence. */
-export function outcomeIn(region, point) {
+/** Whether the model's certificate decides at an alpha which answers are verified: it promises no more than its own. */
+export const certifies = (certificate, alpha) => certificate !== null && alpha <= certificate.alpha;
+
+/** The outcome at another alpha than that of the evidence: by the certificate where it decides, otherwise by the region. */
+export function outcomeIn(region, point, certificate) {
+  if (certifies(certificate, region.alpha) && point.certified) return "verified";
   if (point.q === 0) return "ood";
+  if (certifies(certificate, region.alpha) && point.prediction === 1) return "rejected";
   if (!inRegion(region, point)) return "rejected";
   return point.prediction === 1 ? "verified" : "wrong";
 }
 
 /** What was measured on the model's own answers, in words. */
-export function measuredText({ measured = [] }) {
+export function measuredText({ measured = [], certificate = null }) {
+  if (certificate) return certificate.says;
   if (!measured.length) return "How many of this model's own answers are verified, and rightly, has not been measured.";
   return measured.map(({ name, prompts, alpha, verified, verified_right: right }) =>
     `Measured on this model's own answers to ${prompts} prompts (${name}, alpha ${alpha}): ` +
@@ -54,8 +58,8 @@ export function measuredText({ measured = [] }) {
 
 /** The evidence as a point among the calibration points. */
 export function asPoint(evidence, classes) {
-  const { q, d, q_prime, probability } = evidence;
-  return { q, d, q_prime, probability, prediction: classes.indexOf(evidence.verdict) };
+  const { q, d, q_prime, probability, certified } = evidence;
+  return { q, d, q_prime, probability, certified, prediction: classes.indexOf(evidence.verdict) };
 }
 
 /** Columns of the calibration set as points. */
@@ -88,9 +92,14 @@ export function inRegion(region, point) {
 }
 
 /** One sentence on the point at another alpha. */
-export function effect(region, point, classes) {
+export function effect(region, point, classes, certificate) {
   const name = classes[point.prediction];
   const at = `At alpha ${region.alpha}`;
+  if (certifies(certificate, region.alpha) && point.prediction === 1) {
+    return point.certified
+      ? `${at} this answer is verified by the certificate, which promises ${percent(certificate.alpha)}.`
+      : `${at} this answer is not verified: the certificate does not accept it.`;
+  }
   if (inRegion(region, point)) return `${at} this answer is in the region as “${name}”.`;
   if (point.q === 0) return `${at} this answer is not verified: q = 0, out of distribution at every alpha.`;
   if (isEmpty(region)) return `${at} this answer is not verified: there is no region.`;
