@@ -21,11 +21,13 @@ OUTPUT = Path(__file__).parent / "images" / "page.png"
 
 
 def first_verified_prompt(demo: Path) -> str:
-    """The first test prompt whose answer was accepted as Yes when the demo evaluated its model; else the first of all."""
-    rows = [json.loads(line) for line in (demo / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    evaluation = json.loads((demo / "sdm_hn" / "evaluations" / "test.json").read_text(encoding="utf-8"))
-    verified = [i for i, row in enumerate(evaluation["rows"]) if row["accepted"] and row["prediction"] == 1]
-    prompt: str = rows[verified[0] if verified else 0]["prompt"]
+    """The first test prompt whose answer the model verifies; else the first of all."""
+    from sdmlm import SDMLanguageModel
+
+    lines = (demo / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:20]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    answers = SDMLanguageModel.from_pretrained(demo / "verified").generate(prompts, neighbors=0, progress=False)
+    prompt: str = next((p for p, a in zip(prompts, answers, strict=True) if a.verified), prompts[0])
     return prompt
 
 
@@ -37,7 +39,8 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         sys.exit("chromium is missing: apt install chromium")
-    command = [sys.executable, "-m", "sdmlm.cli", "serve", str(args.demo / "sdm_hn"), "--port", "0"]
+    command = [sys.executable, "-m", "sdmlm.cli", "serve", str(args.demo / "verified"), "--port", "0"]
+    prompt = first_verified_prompt(args.demo)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
         assert server.stdout is not None
         try:
@@ -45,7 +48,7 @@ def main() -> None:
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 1180, "height": 1160}, color_scheme="light")
             page.goto(url)
-            page.get_by_label("Prompt", exact=True).fill(first_verified_prompt(args.demo))
+            page.get_by_label("Prompt", exact=True).fill(prompt)
             page.keyboard.press("Enter")
             page.locator("#reason:not(:empty)").wait_for(timeout=60_000)
             page.wait_for_timeout(1000)  # the plots move into place
