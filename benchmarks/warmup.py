@@ -60,12 +60,16 @@ def step_loss(model: Any, batch: Sequence[tuple[list[int], int]], pad: int) -> t
     return sdm_loss_from_hidden(states, head.weight, labels, torch.full((len(batch),), math.e), transform=transform)
 
 
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that goes on from it."""
+    return {name: getattr(args, name) for name in ("steps", "batch", "learning_rate", "seed", "max_words", "bf16")}
+
+
 def train(model: Any, encoder: Encoder, sentences: Sequence[str], args: argparse.Namespace) -> list[float]:
     """The losses by step; the model has learnt when it returns."""
-    settings = {name: getattr(args, name) for name in ("steps", "batch", "learning_rate", "seed")}
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01, fused=True)
     folder = args.output / "checkpoint"
-    losses = _resume(folder, settings, model, optimizer)
+    losses = _resume(folder, settings(args), model, optimizer)
     pool: list[Any] = []
     with progress_bar(True) as bar:
         task = bar.add_task("Warm-up", total=args.steps, completed=len(losses))
@@ -80,7 +84,8 @@ def train(model: Any, encoder: Encoder, sentences: Sequence[str], args: argparse
             rate = args.learning_rate * warm * (0.05 + 0.95 * (1 + math.cos(math.pi * step / args.steps)) / 2)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = step_loss(model, pool[step % POOL], encoder.pad_id)
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                loss = step_loss(model, pool[step % POOL], encoder.pad_id)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -90,22 +95,22 @@ def train(model: Any, encoder: Encoder, sentences: Sequence[str], args: argparse
             if len(losses) % 200 == 0:
                 mean = sum(losses[-200:]) / 200
                 print(f"step {len(losses)}: loss {mean:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
-                _checkpoint(folder, settings, model, optimizer, losses)
+                _checkpoint(folder, settings(args), model, optimizer, losses)
     return losses
 
 
-def _checkpoint(folder: Path, settings: dict[str, Any], model: Any, optimizer: Any, losses: list[float]) -> None:
+def _checkpoint(folder: Path, made: dict[str, Any], model: Any, optimizer: Any, losses: list[float]) -> None:
     tensors = {f"weight/{name}": p.detach() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         tensors |= {f"{part}/{name}": optimizer.state[p][part] for part in ("exp_avg", "exp_avg_sq")}
-    write_artifact(folder, KIND, VERSION, {"settings": settings}, tensors, {"losses": losses})
+    write_artifact(folder, KIND, VERSION, {"settings": made}, tensors, {"losses": losses})
 
 
-def _resume(folder: Path, settings: dict[str, Any], model: Any, optimizer: Any) -> list[float]:
+def _resume(folder: Path, made: dict[str, Any], model: Any, optimizer: Any) -> list[float]:
     if not folder.exists():
         return []
     config, tensors, texts = read_artifact(folder, KIND, VERSION)
-    if config["settings"] != settings:
+    if config["settings"] != made:
         raise SystemExit(f"{folder} was written with other settings: remove it or name another output folder.")
     for name, p in model.named_parameters():
         p.data.copy_(tensors[f"weight/{name}"])
@@ -136,6 +141,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--max-words", type=int, default=40, help="the longest sentence used")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16: twice as fast on CPUs that have it")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -149,7 +156,7 @@ def main() -> None:
         for line in file.read_text(encoding="utf-8").splitlines()
     }
     lines = [" ".join(line.split()) for line in args.sentences.read_text(encoding="utf-8").splitlines()]
-    usable = [line for line in dict.fromkeys(lines) if line not in known and 5 <= len(line.split()) <= 40]
+    usable = [line for line in dict.fromkeys(lines) if line not in known and 5 <= len(line.split()) <= args.max_words]
     random.Random(args.seed).shuffle(usable)
     held_out, sentences = usable[:500], usable[500:]
     model.train()
@@ -159,8 +166,7 @@ def main() -> None:
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     by_step = [[n, round(sum(losses[n - 200 : n]) / 200, 4)] for n in range(200, len(losses) + 1, 200)]
-    made = {"steps": args.steps, "batch": args.batch, "learning_rate": args.learning_rate, "seed": args.seed}
-    report = {"settings": made, "sentences": len(sentences), "answered_exactly": shares, "loss_by_step": by_step}
+    report = {"settings": settings(args), "sentences": len(sentences), "answered_exactly": shares, "loss_by_step": by_step}
     (args.output / "warmup.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(shares, indent=1))
 

@@ -103,6 +103,12 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         default=0.0,
         metadata={"help": "Probability that a negative is the right answer to another prompt; not in the paper."},
     )
+    gamma_revise: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability that a negative is followed by the right answer, from the second epoch; not in the paper."
+        },
+    )
     temperature: float = field(
         default=0.0, metadata={"help": "Sampling temperature for generated negatives; 0 is greedy."}
     )
@@ -169,7 +175,11 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         self._check_numbers()
         self._check_estimator()
         NegativePolicy(
-            self.gamma_plus, self.gamma_gen, self.gamma_diversity, gamma_other=self.gamma_other
+            self.gamma_plus,
+            self.gamma_gen,
+            self.gamma_diversity,
+            gamma_other=self.gamma_other,
+            gamma_revise=self.gamma_revise,
         )  # refuses what is no probability
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")

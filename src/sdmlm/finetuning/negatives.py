@@ -41,9 +41,10 @@ class NegativePolicy:
     seed: int = 0
     first_epoch: int = 2
     gamma_other: float = 0.0  # that a negative is the right answer to another prompt; not in the paper
+    gamma_revise: float = 0.0  # that a negative is followed by the right answer; not in the paper
 
     def __post_init__(self) -> None:
-        for name in ("gamma_plus", "gamma_gen", "gamma_diversity", "gamma_other"):
+        for name in ("gamma_plus", "gamma_gen", "gamma_diversity", "gamma_other", "gamma_revise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be a probability between 0 and 1.")
 
@@ -55,6 +56,12 @@ class NegativePolicy:
         # set aside need not be made. The documents are distributed as in the paper at a fraction of the cost.
         generate = epoch >= self.first_epoch and gen < self.gamma_gen and diversity < self.gamma_diversity
         return Draw(positive, bool(not positive and generate))
+
+    def revise(self, row: int, epoch: int) -> bool:
+        """Whether the negative of a row is followed by the right answer. It does not change the other draws."""
+        if self.gamma_revise == 0 or epoch < self.first_epoch or self.draw(row, epoch).positive:
+            return False
+        return bool(np.random.default_rng([self.seed, epoch, row, 0, 1]).random() < self.gamma_revise)
 
     def other(self, row: int, epoch: int, rows: int) -> int | None:
         """Which other row's right answer is the negative of a row, if any. It does not change the other draws."""
@@ -96,12 +103,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class EpochDocument:
-    """The completion that represents a row in an epoch."""
+    """The completion that represents a row in an epoch; `correction` is the right answer that follows a negative."""
 
     row: int
     completion: str | Messages
     positive: bool
     source: Literal["positive", "static", "generated", "other"]
+    correction: str | Messages | None = None
 
 
 class HardNegatives:
@@ -227,6 +235,7 @@ class HardNegatives:
 
     def _document(self, row: Row, i: int, epoch: int) -> EpochDocument:
         draw = self.policy.draw(i, epoch)
+        correction = row["chosen"] if self.policy.revise(i, epoch) else None
         if draw.positive:
             return EpochDocument(i, row["chosen"], True, "positive")
         if draw.generate:
@@ -234,8 +243,8 @@ class HardNegatives:
                 raise ValueError(f"Row {i} needs a generation in epoch {epoch}: call prepare before documents.")
             body = self.attempts[epoch, i].body
             if body is not None:
-                return EpochDocument(i, body, False, "generated")
-        return EpochDocument(i, row["rejected"], False, "static")
+                return EpochDocument(i, body, False, "generated", correction)
+        return EpochDocument(i, row["rejected"], False, "static", correction)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. The states of several processes may be joined by joining their lists."""

@@ -38,7 +38,7 @@ from sdmlm.finetuning.negatives import EpochDocument, HardNegatives, NegativePol
 from sdmlm.finetuning.phases import PhaseProgress, StepMetrics
 from sdmlm.finetuning.saving import SavingTrainer
 from sdmlm.finetuning.schedule import EpochOrder, RowNumbers, Schedule, row_numbers
-from sdmlm.finetuning.training_rows import TrainingRow, completion_room, training_rows
+from sdmlm.finetuning.training_rows import TrainingRow, completion_room, encode_document, training_rows
 from sdmlm.language_model.encoding import Encoded, Encoder
 from sdmlm.language_model.forward import allow_inside, has_dropout, logits_and_states_of, states_of
 from sdmlm.language_model.reading import CountedStates, read_documents
@@ -177,7 +177,9 @@ class SDMTrainer(SavingTrainer):
         check_draws(args, len(self.rows), len(self.calibration_rows))
         gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
         gammas = args.gamma_plus, gamma_gen, args.gamma_diversity
-        policy = NegativePolicy(*gammas, args.seed, gamma_other=args.gamma_other)
+        policy = NegativePolicy(
+            *gammas, args.seed, gamma_other=args.gamma_other, gamma_revise=args.gamma_revise
+        )
         self.negatives = HardNegatives(
             policy, self.reward, args.max_new_tokens, args.temperature, args.num_generations, args.tokens_per_batch
         )
@@ -218,10 +220,8 @@ class SDMTrainer(SavingTrainer):
         """One document per row for an epoch (from 0), encoded."""
         self._documents = self.negatives.documents(self.rows, range(len(self.rows)), epoch + 1, self.encoder)
         self._encoded_documents = [
-            self.encoder.encode(row.columns["prompt"], document.completion, False, row=i)
-            if document.source in ("generated", "other")
-            else row.document(document.positive)
-            for i, (row, document) in enumerate(zip(self.training_rows, self._documents, strict=True))
+            encode_document(self.encoder, row, document)
+            for row, document in zip(self.training_rows, self._documents, strict=True)
         ]
 
     def use_training_layer(self, layer: SDMEstimator) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sdmlm.finetuning.negatives import EpochDocument
 from sdmlm.language_model.encoding import Encoded, Encoder, check_rows, completion_text
 from sdmlm.rewards import Reward, check_reward
 
@@ -37,6 +38,18 @@ def encode_rows(rows: Iterable[PreferenceRow], encoder: Encoder, source: str) ->
         negative = encoder.encode(row["prompt"], row["rejected"], False, row=name)
         encoded.append(TrainingRow(row, positive, negative))
     return encoded
+
+
+def encode_document(encoder: Encoder, row: TrainingRow, document: EpochDocument) -> Encoded:
+    """The document that represents a row in an epoch; a correction that does not fit is left out."""
+    prompt = row.columns["prompt"]
+    if document.correction is not None:
+        revision = encoder.encode_revision(prompt, document.completion, document.correction, row=document.row)
+        if revision is not None:
+            return revision
+    if document.source in ("generated", "other"):
+        return encoder.encode(prompt, document.completion, False, row=document.row)
+    return row.document(document.positive)
 
 
 def training_rows(

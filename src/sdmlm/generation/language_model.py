@@ -244,13 +244,13 @@ class SDMLanguageModel:
         keep_going: Callable[[int], bool] | None = None,
         progress: bool = True,
         contexts: Sequence[Prompt | PromptIds] | None = None,
-        prefixes: Sequence[str] | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> list[Answer]:
         """Answers of the LM to prompts from `read_prompts`, not judged yet.
 
         `listeners` maps a prompt's index to a callback for the pieces of its answer; the answer ends when the callback
         returns False. `keep_going(index)` is called after every token; the answer ends when it returns False.
-        For search: the LM reads `contexts` instead of the prompts, and its turn begins with `prefixes`. It has then read
+        For search: the LM reads `contexts` instead of the prompts, and its turn begins with the ids `prefixes`. It has then read
         another text than the document that is judged, so h is left to `judge`.
         """
         # A larger max_new_tokens must not shorten the prompt further.

@@ -106,7 +106,7 @@ def run_search(
         raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
     best: dict[int, tuple[Answer, Scores]] = {}
     refused: dict[int, Answer] = {}
-    prefixes = [""] * len(prompts)  # for "continue": everything in the LM's turn so far
+    turns: list[list[str]] = [[] for _ in prompts]  # for "continue": the refused answers so far
     tries, spent = [0] * len(prompts), [0] * len(prompts)  # answers, and their tokens
     still = list(range(len(prompts)))
     for attempt in range(1 + policy.budget):
@@ -116,16 +116,17 @@ def run_search(
             seeds = [[seed, n, attempt] for n in still]
             how = dataclasses.replace(sampling, temperature=policy.temperature)
         contexts: list[Prompt | PromptIds] | None = None
-        start: list[str] | None = None
-        if attempt and policy.kind != "resample":
-            for n in still:
-                prefixes[n] += refused[n].text + lm.tags.suffix(False) + lm.tags.separator
+        start: list[list[int]] | None = None
+        if attempt and policy.kind == "reprompt":
             contexts = [reprompted(lm, prompts[n], refused[n].text) for n in still]
-            if policy.kind == "continue":
-                contexts, start = [read[n] for n in still], [prefixes[n] for n in still]
-            fit = [_fits(lm.encoder, c, start[i] if start else "") for i, c in enumerate(contexts)]
+            fit = [_fits(lm.encoder, context) for context in contexts]
             still, seeds, contexts = (_those(values, fit) for values in (still, seeds, contexts))
-            start = None if start is None else _those(start, fit)
+        elif attempt and policy.kind == "continue":
+            for n in still:
+                turns[n].append(refused[n].text)
+            fit = [_fits(lm.encoder, read[n], turns[n]) for n in still]
+            still, seeds = (_those(values, fit) for values in (still, seeds))
+            contexts, start = [read[n] for n in still], [lm.encoder.refused(turns[n]) for n in still]
         if not still:
             break
         answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, prefixes=start)
@@ -155,10 +156,10 @@ def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
     return [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": AGAIN}]
 
 
-def _fits(encoder: Encoder, context: Prompt | PromptIds, prefix: str) -> bool:
+def _fits(encoder: Encoder, context: Prompt | PromptIds, turn: Sequence[str] = ()) -> bool:
     """Whether the context has room for another answer; a prompt that has grown too long is not tried again."""
     try:
-        encoder.encode_prompt(context, 1 + len(encoder.continuation(prefix)))
+        encoder.encode_prompt(context, 1 + len(encoder.refused(turn)))
     except ValueError:
         return False
     return True

@@ -24,7 +24,7 @@ def write_answers(
     keep_going: Callable[[int], bool] | None,
     progress: bool,
     contexts: Sequence[Prompt | PromptIds] | None,
-    prefixes: Sequence[str] | None,
+    prefixes: Sequence[Sequence[int]] | None,
     likelihood: bool = False,
 ) -> list[Answer]:
     """See `SDMLanguageModel.write`; `room` is the number of tokens that a prompt must leave for its answer.

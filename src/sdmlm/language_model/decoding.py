@@ -41,7 +41,7 @@ def generate(
     rows: Sequence[object] | None = None,
     rooms: Sequence[int] | None = None,
     top_p: float = 1.0,
-    prefixes: Sequence[str] | None = None,
+    prefixes: Sequence[Sequence[int]] | None = None,
     should_stop: Callable[[int, list[int]], bool] | None = None,
     reader: GenerationReader | None = None,
 ) -> list[list[int]]:
@@ -52,8 +52,8 @@ def generate(
     names the prompts in error messages (default: by position). Where prompts are cut to fit, `rooms` says how many tokens
     to leave for each completion (default: `answer_room`).
 
-    `top_p` samples among the likeliest tokens that together have that probability. `prefixes` is the beginning of the answer to each
-    prompt: generation goes on from there, and returns only what is new. `should_stop(number of the prompt, its ids so
+    `top_p` samples among the likeliest tokens that together have that probability. `prefixes` are the ids that the answer to each
+    prompt begins with: generation goes on from there, and returns only what is new. `should_stop(number of the prompt, its ids so
     far)` is asked after every token and may end a row. `reader` makes summaries h of the states while they exist.
     """
     if temperature > 0 and seeds is None:
@@ -61,7 +61,7 @@ def generate(
     if rooms is None or not encoder.truncate_prompt:
         rooms = [answer_room(encoder, max_new_tokens)] * len(prompts)
     names = range(len(prompts)) if rows is None else rows
-    given = [encoder.continuation(text) for text in prefixes] if prefixes is not None else [[] for _ in prompts]
+    given = [list(start) for start in prefixes] if prefixes is not None else [[] for _ in prompts]
     if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
         left = encoder.max_length - encoder.suffix_length - 2
         rooms = [max(1, min(room, left - len(start))) for room, start in zip(rooms, given, strict=True)]

@@ -167,14 +167,17 @@ class Encoder:
             f"{self.max_length}: raise max_length or drop the row{fix}."
         )
 
+    def _body_ids(self, completion: str | Messages, lead: str = "") -> list[int]:
+        """Ids of body and separator; `lead` is the white space that the template puts before an answer."""
+        body = self.tags.strip_suffix(completion_text(completion))
+        return self.continuation(("" if body.startswith(lead) else lead) + body + self.tags.separator)
+
     def _parts(
         self, prompt: Prompt | PromptIds, completion: str | Messages, row: object
     ) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and of body and separator."""
-        body = self.tags.strip_suffix(completion_text(completion))
-        lead = "" if body.startswith(self._lead) else self._lead
         try:
-            body_ids = self.continuation(lead + body + self.tags.separator)
+            body_ids = self._body_ids(completion, self._lead)
         except ControlText as error:
             raise BadRow(row, str(error)) from error
         prompt_ids = self.prompt_ids(prompt, row)
@@ -194,6 +197,29 @@ class Encoder:
             labels=[IGNORED] * masked + ids[masked:],
             verified_at=len(prompt_ids) + len(body_ids) + len(self.open_ids) - 1,
         )
+
+    def encode_revision(
+        self, prompt: Prompt | PromptIds, wrong: str | Messages, right: str | Messages, row: object = None
+    ) -> Encoded | None:
+        """A negative that is followed by the right answer in the same turn; None where both do not fit.
+
+        It begins as the negative does, and its `verified_at` is the negative's. The loss counts the first verdict and all
+        that follows.
+        """
+        negative = self.encode(prompt, wrong, False, row)
+        begin = len(negative.input_ids) - len(self.closing_ids)
+        correction = self.continuation(self.tags.separator) + self._body_ids(right) + self.open_ids
+        correction += self.answer_ids[True] + self.closing_ids
+        if self.max_length is not None and begin + len(correction) > self.max_length:
+            return None
+        ids, labels = negative.input_ids[:begin], negative.labels[:begin]
+        return Encoded(ids + correction, labels + correction, negative.verified_at)
+
+    def refused(self, bodies: Sequence[str]) -> list[int]:
+        """How the assistant's turn begins after refused answers: each with the verdict No, as in `encode_revision`."""
+        no = self.open_ids + self.answer_ids[False] + self.continuation(self.tags.separator)
+        leads = [self._lead, *[""] * len(bodies)]
+        return [i for body, lead in zip(bodies, leads, strict=False) for i in self._body_ids(body, lead) + no]
 
     def encode_for_judging(
         self, prompt: Prompt | PromptIds, completion: str | Messages, row: object = None
