@@ -82,7 +82,7 @@ def by_hand(
             more["contexts"] = [reprompted(lm, prompt, seen[-1].text)]
         if n and policy.kind == "continue":
             turn += f"{seen[-1].text}\n<verified>No</verified>\n"
-            more |= {"contexts": [prompt], "prefixes": [turn]}
+            more |= {"contexts": [prompt], "prefixes": [lm.encoder.continuation(turn)]}
         start = lm.encoder.prompt_ids(more.get("contexts", [prompt])[0]) + lm.encoder.continuation(turn)
         if len(start) + lm.encoder.suffix_length >= lm.encoder.max_length:
             break
