@@ -45,6 +45,9 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     gamma_plus, gamma_gen, gamma_diversity : float
         Probabilities that a prompt is represented by its positive, that a negative is generated, and that a generated
         negative is used.
+    gamma_other, gamma_revise : float
+        Not in the paper: probabilities that a negative is the right answer to another prompt, and, from the second epoch,
+        that it is followed by the right answer in the same turn, which the search "continue" makes use of.
     temperature, num_generations, max_new_tokens : float, int, int or None
         How negatives are generated. By default greedily, once, with room for the longest completion of the data.
     max_length, truncate_prompt : int or None, bool
