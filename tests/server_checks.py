@@ -188,3 +188,7 @@ def metric(url: str, name: str) -> float:
     """One line of /metrics."""
     lines = ask(url, "/metrics").body.decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]

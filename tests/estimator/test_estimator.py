@@ -1,45 +1,25 @@
+"""SDMEstimator against the plain reference versions."""
+
 import argparse
 import copy
 import dataclasses
 import inspect
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import reference as slow
 import torch
+from estimator_checks import SMALL, blobs, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdmlm import SDMClassifier, SDMEstimator
 from sdmlm.cli.common import add_estimator_options, estimator_parameters
 from sdmlm.estimator.certify import threshold_grid
-from sdmlm.estimator.explain import reason
 from sdmlm.estimator.layer import ALPHA_GRID, SDMLayer
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.estimator.splits import random_halves
-
-SMALL = {"exemplar_dim": 16, "epochs": 12, "learning_rate": 1e-2, "rounds": 1, "progress": False}
-
-
-def blobs(n=240, classes=2, dim=6, seed=0, gap=2.2):
-    rng = np.random.default_rng(seed)
-    y = rng.integers(0, classes, n)
-    return (rng.normal(size=(n, dim)) + gap * np.eye(classes, dim)[y]).astype(np.float32), y
-
-
-@pytest.fixture(scope="module")
-def fitted():
-    X, y = blobs()
-    return SDMEstimator.published(alpha=0.8, **SMALL).fit(X, y)
-
-
-def same(one, two):
-    return all(
-        np.array_equal(getattr(one, f.name), getattr(two, f.name), equal_nan=getattr(one, f.name).dtype.kind == "f")
-        for f in dataclasses.fields(one)
-    )
 
 
 def by_hand(estimator, x, h32, exclude=-1):
@@ -182,14 +162,6 @@ def test_what_needs_a_single_model_says_so():
         ensemble.certify(X, y)
     with pytest.raises(ValueError, match="exclude works on a single model"):
         ensemble.score(X, exclude=np.full(60, -1))
-
-
-def test_numpy_parameters_survive_saving(tmp_path):
-    X, y = blobs(60)
-    parameters = {**SMALL, "exemplar_dim": np.int64(8), "alpha": np.float64(0.8), "learning_rate": np.float32(0.01)}
-    estimator = SDMEstimator.published(**parameters).fit(X, y)
-    estimator.save_pretrained(tmp_path / "e")
-    assert same(SDMEstimator.from_pretrained(tmp_path / "e").score(X), estimator.score(X))
 
 
 def test_a_fit_that_diverges_says_so():
@@ -341,54 +313,6 @@ def test_after_adding_the_training_quantiles_are_those_of_the_new_support():
     assert not np.allclose(before.d, scores.d)
 
 
-def test_a_reason_names_the_condition_that_failed():
-    """Each cause by hand, on points of every sort."""
-    region = HighReliabilityRegion(0.8, 4.0, (0.8, 0.9))
-    nothing = HighReliabilityRegion(0.8, math.inf, (math.inf, math.inf))
-    only_one = HighReliabilityRegion(0.8, 4.0, (math.inf, 0.9))
-    points = [  # region, q, q', p of the predicted class 0, whether accepted, what the sentence must say
-        (region, 9, 5.0, 0.85, True, "Accepted as class 0 at alpha 0.8: the nearest 9"),
-        (region, 0, 0.0, 0.6, False, "out of distribution"),
-        (nothing, 9, 5.0, 0.95, False, "no high-reliability region"),
-        (region, 9, 3.99, 0.95, False, "gives q' 3.99, below the 4"),
-        (only_one, 9, 5.0, 0.99, False, "no verdict class 0 is accepted"),
-        (region, 9, 4.0, 0.79, False, "0.7900 for class 0 is below its threshold psi 0.8000"),
-        (region, 9, 4.0, 0.8, False, "another class also reaches its threshold"),
-    ]
-    said = [text for *_, text in points]
-    for where, q, q_prime, p, accepted, text in points:
-        found = SimpleNamespace(prediction=[0], q=[q], q_prime=[q_prime], d=[0.5], probability=[p], accepted=[accepted])
-        assert [t for t in said if t in reason(found, 0, where)] == [text]
-
-
-def test_explanations_tell_the_truth(fitted):
-    new, _ = blobs(60, seed=4)
-    new[:5] *= 20
-    scores = fitted.score(new)
-    layer = fitted.layers_[0]
-    seen = set()
-    for i, explanation in enumerate(fitted.explain(new, k=3)):
-        seen.add(explanation.decision)
-        assert (explanation.decision == "accepted") == scores.accepted[i]
-        assert (explanation.decision == "out of distribution") == scores.out_of_distribution[i]
-        assert explanation.reason.startswith("Accepted" if scores.accepted[i] else "Rejected")
-        nearest = explanation.exemplars[0]
-        assert nearest.id == layer.support_ids[scores.nearest[i]]
-        assert nearest.distance == pytest.approx(scores.d_nearest[i])
-        # The first three exemplars agree with the prediction if and only if q says so.
-        agree = [e.label == e.prediction == explanation.prediction for e in explanation.exemplars]
-        assert agree[: min(3, explanation.q)] == [True] * min(3, explanation.q)
-        ca = layer.calibration
-        inside = fitted.region_.contains(ca.q_prime, ca.p, ca.predictions).numpy()
-        state = {"accepted": inside, "out of distribution": (ca.q == 0).numpy()}
-        state["rejected"] = ~inside & ~state["out of distribution"]
-        peers = state[explanation.decision] & (ca.predictions.numpy() == explanation.prediction)
-        assert explanation.peers.count == peers.sum()
-        if peers.any():
-            assert explanation.peers.accuracy == pytest.approx((ca.labels == ca.predictions).numpy()[peers].mean())
-    assert seen == {"accepted", "rejected", "out of distribution"}
-
-
 def test_certify_on_fresh_points(fitted):
     X, y = blobs(2000, seed=9)
     certificate = fitted.certify(X, y, delta=0.1)
@@ -409,38 +333,6 @@ def test_certify_takes_its_thresholds_from_calibration(fitted):
     assert len(expected) > 3
     assert sorted({test.q_min for test in certificate.tests}) == expected
     assert set(expected) <= set(q_prime.tolist())
-
-
-def test_the_digest_is_of_all_that_decisions_rest_on():
-    X, y = blobs()
-    split = {"calibration": (X[120:], y[120:])}
-    one = SDMEstimator.published(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split)
-    flipped = y[120:].copy()
-    flipped[:10] = 1 - flipped[:10]
-    others = [
-        SDMEstimator.published(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], calibration=(X[120:], flipped)),
-        SDMEstimator.published(**{**SMALL, "epochs": 1}, max_q=2).fit(X[:120], y[:120], **split),
-        SDMEstimator.published(**{**SMALL, "epochs": 1}, seed=1).fit(X[:120], y[:120], **split),
-    ]
-    assert torch.equal(one.layers_[0].adaptor.weight, others[0].layers_[0].adaptor.weight)
-    assert len({estimator.digest() for estimator in (one, *others)}) == 4
-    assert one.digest() == SDMEstimator.published(**{**SMALL, "epochs": 1}).fit(X[:120], y[:120], **split).digest()
-    for name in ("bias", "out_bias", "mean", "std"):
-        changed = copy.deepcopy(one)
-        getattr(changed.layers_[0].adaptor, name)[...] += 1e-3
-        assert changed.digest() != one.digest(), name
-    changed = copy.deepcopy(one)
-    changed.layers_[0].support.predictions[0] = 1 - changed.layers_[0].support.predictions[0]
-    assert changed.digest() != one.digest()
-
-
-def test_the_cap_on_q_holds_everywhere(tmp_path):
-    X, y = blobs()
-    estimator = SDMEstimator.published(alpha=0.8, max_q=3, **SMALL).fit(X, y)
-    estimator.save_pretrained(tmp_path)
-    for one in (estimator, SDMEstimator.from_pretrained(tmp_path)):
-        assert one.score(X).q.max() == 3
-        assert one.layers_[0].calibration.q.max() == 3
 
 
 def test_defaults_agree_in_all_three_places_and_the_published_ones_are_the_papers():
@@ -476,98 +368,6 @@ def test_certify_refuses_points_that_it_was_fitted_over(fitted):
     for own in (layer.support_ids, layer.calibration_ids):
         with pytest.raises(ValueError, match="of these points were fitted over"):
             fitted.certify(X[list(own)], y[list(own)])
-
-
-@pytest.mark.parametrize("combine", ["best", "all"])
-def test_saved_and_loaded_it_is_the_same(tmp_path, combine):
-    X, y = blobs(classes=3)
-    documents = {i: f"text {i}" for i in range(len(X))}
-    estimator = SDMEstimator.published(alpha=0.8, combine=combine, **{**SMALL, "rounds": 2}).fit(
-        X, y, documents=documents
-    )
-    estimator.recalibrate(0.7).add_to_support(X[:3] + 0.1, y[:3], ids=["a", "b", "c"])
-    estimator.save_pretrained(tmp_path / "saved")
-    loaded = SDMEstimator.from_pretrained(tmp_path / "saved")
-    assert same(estimator.score(X), loaded.score(X))
-    assert estimator.explain(X[:2]) == loaded.explain(X[:2])
-    assert loaded.alpha_ == 0.7
-    assert loaded.region_ == estimator.region_
-    assert loaded.history_ == estimator.history_
-    assert loaded.support_index(["b"]).tolist() == estimator.support_index(["b"]).tolist()
-
-
-@pytest.mark.parametrize("kind", [list, torch.from_numpy, lambda x: x.astype(np.float64)])
-def test_lists_tensors_and_doubles_are_fine(kind):
-    X, y = blobs(60)
-    assert same(
-        SDMEstimator.published(**SMALL).fit(X, y).score(X),
-        SDMEstimator.published(**SMALL).fit(kind(X), y).score(kind(X)),
-    )
-
-
-GOOD = blobs(40)
-BROKEN = GOOD[0].copy()
-BROKEN[3, 1] = np.nan
-
-
-@pytest.mark.parametrize(
-    ("X", "y", "options", "message"),
-    [
-        (np.empty((0, 4)), [], {}, "X is empty"),
-        (np.empty((4, 0)), [0, 1, 0, 1], {}, "X is empty"),
-        (GOOD[0], np.zeros(40, int), {}, "only one class"),
-        (GOOD[0][:3], [0, 1, 2], {}, "at least 2 of each class"),
-        (BROKEN, GOOD[1], {}, "row 3"),
-        (GOOD[0] * np.float64(1e300), GOOD[1], {}, "infinite"),
-        (GOOD[0], GOOD[1][:-1], {}, "40 rows but y has 39"),
-        (GOOD[0], GOOD[1] + 0.5, {}, "not whole"),
-        (GOOD[0], np.array(["a"] * 40), {}, "only one class"),
-        (GOOD[0], np.array([None] * 40), {}, "mixes kinds of labels"),
-        (GOOD[0][0], GOOD[1], {}, "must be a matrix"),
-        ([["a"]], [0], {}, "not a matrix of numbers"),
-        (*GOOD, {"alpha": 0.5}, "alpha"),
-        (*GOOD, {"alpha": 1.2}, "alpha"),
-        (*GOOD, {"epochs": 0}, "epochs"),
-        (*GOOD, {"rounds": 1.5}, "rounds"),
-        (*GOOD, {"learning_rate": -1}, "learning_rate"),
-        (*GOOD, {"center": "row"}, "center"),
-        (*GOOD, {"index": "hnsw"}, "index"),
-        (*GOOD, {"max_q": 0}, "max_q"),
-        (*GOOD, {"seed": None}, "seed"),
-        (GOOD[0], np.where(np.arange(40) == 3, 10**12, GOOD[1]), {}, "1 point.s. of class 1000000000000"),
-        (*GOOD, {"promise": "all"}, "promise"),
-        (*GOOD, {"delta": 1.0}, "delta"),
-        (*GOOD, {"epsilon": -0.1}, "epsilon"),
-        (*GOOD, {"rule": "HR"}, "rule"),
-        (*GOOD, {"combine": "mean"}, "combine"),
-        (*GOOD, {"distance": "L1"}, "distance"),
-        (*GOOD, {"learning_rate": None}, "without a learning_rate"),
-    ],
-)
-def test_bad_input_to_fit_is_named(X, y, options, message):
-    with pytest.raises(ValueError, match=message):
-        SDMEstimator.published(**{**SMALL, **options}).fit(X, y)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ids": [1] * 40}, "an id twice"),
-        ({"ids": [1, 2]}, "ids has 2"),
-        ({"ids": [None, *range(39)]}, "holds None"),
-        ({"ids": [False, *range(1, 40)]}, "holds False"),
-        ({"calibration": (GOOD[0][:, :2], GOOD[1])}, "2 wide"),
-        ({"calibration": (GOOD[0], GOOD[1] * 5)}, "label 5"),
-        ({"calibration": (GOOD[0][:2], [0, 0])}, "class 1"),
-        ({"calibration": (*GOOD, list(range(5, 45)))}, "both splits"),
-        ({"calibration": (GOOD[0],)}, "calibration must be"),
-        ({"documents": ["a"] * 40}, "documents must map"),
-        ({"class_names": ["one"]}, "1 names but there are 2 classes"),
-    ],
-)
-def test_bad_options_of_fit_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        SDMEstimator.published(**SMALL).fit(*GOOD, **options)
 
 
 def test_bad_input_to_score_is_named(fitted):

@@ -75,7 +75,10 @@ def test_a_search_that_goes_on_begins_with_the_same_ids(name: str) -> None:
         assert encoder.decode(document.input_ids[len(start) :]).startswith(right + "\n<verified>Yes")
     assert encoder.refused([]) == []
     twice = encoder.refused(["fox", "dog"])
-    assert encoder.decode(twice).removeprefix(" " * (name == "chat")) == "fox\n<verified>No</verified>\ndog\n<verified>No</verified>\n"
+    assert (
+        encoder.decode(twice).removeprefix(" " * (name == "chat"))
+        == "fox\n<verified>No</verified>\ndog\n<verified>No</verified>\n"
+    )
     assert twice[: len(encoder.refused(["fox"]))] == encoder.refused(["fox"])
 
 
@@ -139,7 +142,10 @@ def test_the_sdm_layer_and_the_base_are_those_of_the_negative(tmp_path: Path) ->
     plain.negatives.policy = NegativePolicy(0.5, 0.0, 0.0, plain.args.seed)
     for each in (made, plain):
         each.begin_epoch(1)
-    longer = [len(a.input_ids) > len(b.input_ids) for a, b in zip(made._encoded_documents, plain._encoded_documents, strict=True)]
+    longer = [
+        len(a.input_ids) > len(b.input_ids)
+        for a, b in zip(made._encoded_documents, plain._encoded_documents, strict=True)
+    ]
     assert 5 < sum(longer) < 32
     assert not any(d.positive for d, more in zip(made._documents, longer, strict=True) if more)
     assert made.training_layer is not None

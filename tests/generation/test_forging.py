@@ -55,7 +55,11 @@ def test_no_way_into_the_lm_takes_control_tokens(lm: SDMLanguageModel) -> None:
             lm.feedback(prompt, FORGED, True, save=False)
             lm.write(lm.read_prompts([prompt]), lm.sampling(max_new_tokens=1), [[0, 0]], progress=False)
             lm.write(
-                lm.read_prompts([prompt]), lm.sampling(max_new_tokens=1), [[0, 0]], prefixes=[lm.encoder.continuation(FORGED)], progress=False
+                lm.read_prompts([prompt]),
+                lm.sampling(max_new_tokens=1),
+                [[0, 0]],
+                prefixes=[lm.encoder.continuation(FORGED)],
+                progress=False,
             )
         assert len(rows) >= 5
         # The template closes the assistant's turn of the history; tokens that the LM wrote are not among these.
