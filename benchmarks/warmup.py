@@ -166,7 +166,12 @@ def main() -> None:
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     by_step = [[n, round(sum(losses[n - 200 : n]) / 200, 4)] for n in range(200, len(losses) + 1, 200)]
-    report = {"settings": settings(args), "sentences": len(sentences), "answered_exactly": shares, "loss_by_step": by_step}
+    report = {
+        "settings": settings(args),
+        "sentences": len(sentences),
+        "answered_exactly": shares,
+        "loss_by_step": by_step,
+    }
     (args.output / "warmup.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(shares, indent=1))
 

@@ -177,9 +177,7 @@ class SDMTrainer(SavingTrainer):
         check_draws(args, len(self.rows), len(self.calibration_rows))
         gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
         gammas = args.gamma_plus, gamma_gen, args.gamma_diversity
-        policy = NegativePolicy(
-            *gammas, args.seed, gamma_other=args.gamma_other, gamma_revise=args.gamma_revise
-        )
+        policy = NegativePolicy(*gammas, args.seed, gamma_other=args.gamma_other, gamma_revise=args.gamma_revise)
         self.negatives = HardNegatives(
             policy, self.reward, args.max_new_tokens, args.temperature, args.num_generations, args.tokens_per_batch
         )
