@@ -109,6 +109,11 @@ def _layer(lm: SDMLanguageModel) -> str:
             ]
         )
     feedback = f" {len(lm.feedback_ids)} of them are feedback." if lm.feedback_ids else ""
+    made_of = (
+        "the LM's own answers, greedy and sampled, and wrong ones"
+        if lm.metadata.get("documents") == "own"
+        else "about half of them are made-up negatives, not the LM's own answers"
+    )
     by_class = ["true class", "documents", "mean q", "accuracy", "psi", "accepted", "accuracy of accepted"]
     by_alpha = ["alpha", "q'min", *(f"psi {name}" for name in names), "accepted", "accuracy of accepted"]
     return "\n".join(
@@ -118,8 +123,7 @@ def _layer(lm: SDMLanguageModel) -> str:
             f"alpha {lm.alpha:g}, q'min {_number(region.q_min)}; {len(estimator.support_ids_)} support documents, "
             f"{len(ca.labels)} calibration documents; balanced loss {estimator.loss_:.4f}.{feedback}",
             "",
-            f"Over the calibration documents, at alpha {lm.alpha:g} (about half of them are made-up negatives, not the LM's own "
-            "answers):",
+            f"Over the calibration documents, at alpha {lm.alpha:g} ({made_of}):",
             "",
             *_table(by_class, classes),
             "",

@@ -15,6 +15,7 @@ from sdmlm.language_model.encoding import Encoder
 
 MAX_POINTS = 2000  # calibration points that go out
 EXAMPLES = 6
+PAPER = "paper"  # documents that the SDM layer was fitted over, where its folder does not say
 
 
 def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
         "control_tokens": control_tokens(lm),
         "measured": [dataclasses.asdict(each) for each in measured(lm)],
         "certificate": _certificate(lm),
+        "documents": lm.metadata.get("documents", PAPER),
     }
 
 

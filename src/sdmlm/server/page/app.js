@@ -50,7 +50,7 @@ function setUpKey() {
 async function load() {
   try {
     const info = await api.getInfo();
-    byId("model").textContent = `${info.model}, judged against ${info.support_size} documents at alpha ${info.alpha}`;
+    byId("model").textContent = `Model “${info.model}”, judged against ${info.support_size} documents at alpha ${info.alpha}`;
     askView.useInfo(info);
   } catch (error) {
     showProblem(error.message);

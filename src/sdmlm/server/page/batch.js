@@ -1,6 +1,7 @@
 // The second view: many prompts, a few at a time, into a table that can be filtered, sorted and downloaded.
 
 import * as api from "./api.js";
+import { differenceNodes } from "./difference.js";
 import { announce, byId, clearProblem, element, icon, showProblem } from "./dom.js";
 import { parsePrompts } from "./jsonl.js";
 import { OUTCOMES, number, outcome, probability } from "./sdm.js";
@@ -175,11 +176,17 @@ function fillRow(row) {
     const plain = known === undefined || known === null ? "" : text(known);
     if (name === "Line") return element("th", { scope: "row", className: "figure" }, plain);
     if (name === "Outcome") return element("td", { className: `kind ${row.kind}` }, icon(KINDS[row.kind].icon), plain);
-    if (name === "Prompt") return element("td", { className: "long" }, element("div", {}, plain));
+    if (name === "Prompt") return element("td", { className: "long" }, element("div", {}, ...promptNodes(row, plain)));
     if (name === "Answer") return element("td", { className: "long" }, element("div", {}, plain), reason(row));
     return element("td", { className: "figure" }, element("div", {}, labelled(name, plain)));
   };
   row.element.replaceChildren(...COLUMNS.map(cell), element("td", {}, ...(row.evidence ? [whyButton(row)] : [])));
+}
+
+/** A prompt; what it shares with the first one (the first: with the second) is dim and shortened. */
+function promptNodes(row, plain) {
+  const other = rows[row === rows[0] ? 1 : 0];
+  return differenceNodes(plain, other ? String(other.messages.at(-1).content) : "");
 }
 
 const reason = (row) => element("p", { className: "small muted reason-cell" }, row.evidence?.reason ?? "");

@@ -1,9 +1,11 @@
-// What a document shares with the prompt is shown dim, so that the difference stands out.
+// What a text shares with another is shown dim, and shortened where it is long, so that the difference stands out.
 
 import { element, textNodes } from "./dom.js";
 
 const MOST_WORDS = 600; // the comparison takes time and memory in the product of both lengths
 const SHORTEST_RUN = 3; // words in a row: single words are shared by chance
+const LONG_RUN = 9; // longer runs are shortened to their ends
+const ENDS = 3; // words at each end
 
 /** The text as nodes: runs of words that the other text has too, in the same order, are in `.shared`. */
 export function differenceNodes(text, other) {
@@ -14,11 +16,19 @@ export function differenceNodes(text, other) {
   for (let i = 0; i < words.length; ) {
     let end = i + 1;
     while (end < words.length && shared[end] === shared[i]) end += 1;
-    const part = words.slice(i, end).join("");
-    nodes.push(...(shared[i] ? [element("span", { className: "shared" }, part)] : textNodes(part)));
+    const run = words.slice(i, end);
+    nodes.push(...(shared[i] ? [sharedRun(run)] : textNodes(run.join(""))));
     i = end;
   }
   return nodes;
+}
+
+/** A run that both texts have; the whole of it is its title where it is shortened. */
+function sharedRun(run) {
+  const whole = run.join("");
+  if (run.length <= LONG_RUN) return element("span", { className: "shared" }, whole);
+  const short = `${run.slice(0, ENDS).join("")}… ${run.slice(-ENDS).join("")}`;
+  return element("span", { className: "shared", title: whole }, short);
 }
 
 const bare = (word) => word.trim();

@@ -188,9 +188,10 @@ function drawAlphaCurve(region, point) {
     ? ` Bar: the alphas at which this answer is in the region, up to ${taking.at(-1)}.`
     : " This answer is in the region at no alpha.";
   const negatives = percent(points.filter((p) => p.label === 0).length / points.length);
-  byId("curve-text").textContent =
-    `Share of the calibration documents in the region, by alpha. These are not the model's own answers: ${negatives} of ` +
-    `them are negatives, most of them made up.${point ? bar : ""}`;
+  const kind = info.documents === "own"
+    ? `These are answers that the model sampled and answers to other prompts beside those it would give: ${negatives} are wrong.`
+    : `These are not the model's own answers: ${negatives} of them are negatives, most of them made up.`;
+  byId("curve-text").textContent = `Share of the calibration documents in the region, by alpha. ${kind}${point ? bar : ""}`;
   alphaCurve(byId("curve"), {
     id: "curve",
     title: "Share of the calibration documents in the region, by alpha",
