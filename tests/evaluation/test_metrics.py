@@ -19,7 +19,7 @@ from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
 
 
 def slow_cell(points: list[tuple[int, int]], total: int, empty: bool = False) -> Cell:
-    """`points` are the (label, prediction) of the admitted of a group."""
+    """`points` are the (label, prediction) of the accepted of a group."""
     right = sum(1 for label, prediction in points if label == prediction)
     return Cell(len(points), len(points) / total, right / len(points) if points else None, empty=empty)
 
@@ -250,7 +250,7 @@ def test_marks_are_explained_only_where_they_stand() -> None:
     assert (
         SelectiveTable([row], 0.95, ["0", "1"], seeds=3)
         .marks()
-        .endswith("accuracy among the admitted of all of them, mean share")
+        .endswith("accuracy among the accepted of all of them, mean share")
     )
 
 

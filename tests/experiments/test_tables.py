@@ -199,7 +199,7 @@ def test_cells_say_where_all_was_rejected_and_where_there_was_nothing() -> None:
     assert {marks[name, "0", f"{'y=0' if there == 'y=1' else 'y=1'} accuracy"] for name in rows} == {"no points"}
     text = table.latex()
     assert "1.00R2" in text
-    assert "Over several seeds: accuracy among the admitted of all of them" in text
+    assert "Over several seeds: accuracy among the accepted of all of them" in text
     assert "Over several seeds" not in tables(some[:1]).full().latex()
     assert "-" in [cell.strip() for line in text.splitlines() if "no-reject" in line for cell in line.split("&")]
 

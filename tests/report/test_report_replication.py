@@ -54,7 +54,7 @@ def test_curves_show_every_run_and_only_what_it_has() -> None:
     assert figure is not None
     lines = {axes.get_title(): len(axes.get_lines()) for axes in figure.axes}
     assert lines["Next-token loss over D_ca"] == 6
-    assert lines["Admitted, static negatives"] == lines["Mean base b"] == lines["q'min, static negatives"] == 3
+    assert lines["Accepted, static negatives"] == lines["Mean base b"] == lines["q'min, static negatives"] == 3
     labels = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
     assert sorted(labels) == ["CE + HN", "SDM + HN"]
     assert training_curves(some_runs()) is None

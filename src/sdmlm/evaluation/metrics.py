@@ -1,6 +1,6 @@
 """Selective classification measured as in the papers, and the measures of a score that the field reads.
 
-Of the points D that an estimator judges, n are admitted (accepted). Accuracy among the admitted and n/|D| are reported
+Of the points D that an estimator judges, n are accepted. Accuracy among the accepted and n/|D| are reported
 by true class (y = c), by prediction (y_hat = c) and over all. An estimator that keeps its promise reaches alpha in
 every cell; rejecting everything ("R") is better than falling below it.
 """
@@ -18,10 +18,10 @@ _INTERVAL = (2.5, 97.5)  # percentiles: 95% intervals
 
 @dataclass(frozen=True)
 class Cell:
-    """One group of points: n admitted, n/|D|, their accuracy, and its bootstrap interval (over several seeds: its range).
+    """One group of points: n accepted, n/|D|, their accuracy, and its bootstrap interval (over several seeds: its range).
 
-    accuracy is None where nothing was admitted ("all rejected"); low and high also without a bootstrap. `empty`: there was
-    nothing to admit or reject. `rejected`: over several seeds, in how many of them all was rejected.
+    accuracy is None where nothing was accepted ("all rejected"); low and high also without a bootstrap. `empty`: there was
+    nothing to accept or reject. `rejected`: over several seeds, in how many of them all was rejected.
     """
 
     n: int
@@ -80,7 +80,7 @@ def _intervals(counts: NDArray[np.int64], total: int, bootstrap: int, seed: int)
     """Percentile intervals of the accuracy of each group.
 
     To draw |D| points with replacement is to draw how many of them fall into each kind (wrong or right in a group, or
-    rejected), which is one multinomial draw. Resamples in which nothing of a group is admitted say nothing about it.
+    rejected), which is one multinomial draw. Resamples in which nothing of a group is accepted say nothing about it.
     """
     if not bootstrap:
         return [[None, None]] * (len(counts) // 2)

@@ -89,7 +89,7 @@ class SelectiveTable:
         several = " (0.97R2: in 2 seeds)" if any(cell.rejected for cell in cells) else ""
         empty = "; -: no such points" if any(cell.empty for cell in cells) else ""
         pooled = (
-            ". Over several seeds: accuracy among the admitted of all of them, mean share" if self.seeds > 1 else ""
+            ". Over several seeds: accuracy among the accepted of all of them, mean share" if self.seeds > 1 else ""
         )
         return f"R: all rejected{several}{empty}{pooled}"
 
@@ -109,7 +109,7 @@ class SelectiveTable:
             latex_preamble=(r"% \usepackage{booktabs,graphicx,xcolor}", _COLORS),
             latex_heads=self._latex_heads(),
             latex_caption=(
-                rf"Accuracy among the admitted, and their share, at $\alpha={self.alpha:g}$. {self.marks()}. To reject "
+                rf"Accuracy among the accepted, and their share, at $\alpha={self.alpha:g}$. {self.marks()}. To reject "
                 rf"all is preferred over falling \colorbox{{belowalpha}}{{below}} $\alpha$ (highlighted before rounding)."
             ),
             caption=(

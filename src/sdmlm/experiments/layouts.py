@@ -44,7 +44,7 @@ LAYOUTS = {
     "selective": Layout(
         "Selective classification in the high-reliability region",
         (Column("Acc.", r"\textsc{Acc.}", "accuracy", 2, "R"), Column("n/|D|", "$n/|D|$", "share")),
-        "Acc.: accuracy among the admitted. n/|D|: their share of all answers. R: all rejected. Pooled: over the admitted "
+        "Acc.: accuracy among the accepted. n/|D|: their share of all answers. R: all rejected. Pooled: over the accepted "
         "of all seeds.",
     ),
     "generation": Layout(

@@ -1,4 +1,4 @@
-"""Does one loss admit more answers than another? Paired by seed, with an interval and a sentence that states it."""
+"""Does one loss accept more answers than another? Paired by seed, with an interval and a sentence that states it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW = 5  # with fewer seeds than this, a statement says that they are few
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Two settings on one test set, paired by seed: does the first admit more than the second?"""
+    """Two settings on one test set, paired by seed: does the first accept more than the second?"""
 
     family: str
     dataset: str
@@ -26,9 +26,9 @@ class LossComparison:
     second: str
     alpha: float
     seeds: tuple[int, ...]
-    shares: tuple[tuple[float, float], ...]  # admitted by the first and by the second, for each seed
-    accuracies: tuple[tuple[float | None, float | None], ...]  # among the admitted
-    pooled: tuple[float | None, float | None]  # among the admitted of all seeds together
+    shares: tuple[tuple[float, float], ...]  # accepted by the first and by the second, for each seed
+    accuracies: tuple[tuple[float | None, float | None], ...]  # among the accepted
+    pooled: tuple[float | None, float | None]  # among the accepted of all seeds together
     interval: tuple[float, float]  # 95%: over resampled prompts (bootstrap), and over the seeds (Student's t) if wider
 
     @property
@@ -44,11 +44,11 @@ class LossComparison:
         return statistics.stdev(self.differences) if len(self.seeds) > 1 else None
 
     def below(self, which: int) -> int:
-        """In how many seeds the accuracy among the admitted is below alpha."""
+        """In how many seeds the accuracy among the accepted is below alpha."""
         return sum((a := pair[which]) is not None and a < self.alpha for pair in self.accuracies)
 
     def admitting(self, which: int) -> int:
-        """In how many seeds anything is admitted."""
+        """In how many seeds anything is accepted."""
         return sum(pair[which] is not None for pair in self.accuracies)
 
     @property
@@ -63,7 +63,7 @@ class LossComparison:
         if not any(share for pair in self.shares for share in pair):
             return f"On {where} both {self.first} and {self.second} reject every answer."
         shares = [f"{statistics.fmean(pair[i] for pair in self.shares):.1%}" for i in (0, 1)]
-        says = f"On {where} {self.first} admits {shares[0]} of the generations and {self.second} {shares[1]}: "
+        says = f"On {where} {self.first} accepts {shares[0]} of the generations and {self.second} {shares[1]}: "
         says += f"{100 * self.mean:+.1f} points"
         if n == 1:
             says += f" (95% interval over resampled prompts {low} to {high}). "
@@ -72,16 +72,16 @@ class LossComparison:
             says += f" on average, paired by seed, over the same rows (sd {100 * (self.sd or 0):.1f}, more in {above} of {n}, "
             says += f"95% interval {low} to {high}). "
         below = [f"in {self.below(i)} of {self.admitting(i)}" if self.admitting(i) else "nowhere" for i in (0, 1)]
-        says += f"Of the runs that admit any, accuracy among the admitted falls below alpha = {self.alpha:g} {below[0]} with "
+        says += f"Of the runs that accept any, accuracy among the accepted falls below alpha = {self.alpha:g} {below[0]} with "
         says += f"{self.first} and {below[1]} with {self.second}. "
         if self.verdict == "open":
             says += "This shows no difference either way."
         else:
-            says += f"Here {self.first} admits {self.verdict}"
+            says += f"Here {self.first} accepts {self.verdict}"
             more = 0 if self.verdict == "more" else 1
             accuracy = self.pooled[more]
             if accuracy is not None and accuracy < self.alpha:
-                says += f", but what {(self.first, self.second)[more]} admits is not as accurate as asked for ({accuracy:.1%})"
+                says += f", but what {(self.first, self.second)[more]} accepts is not as accurate as asked for ({accuracy:.1%})"
             says += "."
         if n == 1:
             says += " One run says nothing about the spread between runs."

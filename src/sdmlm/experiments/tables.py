@@ -120,7 +120,7 @@ class Tables:
 
     def markdown(self) -> str:
         """All four for a page, and what the comparisons say."""
-        full = "By class and by prediction: accuracy among the admitted (their share), bold below alpha"
+        full = "By class and by prediction: accuracy among the accepted (their share), bold below alpha"
         parts = [
             self._markdown("selective"),
             self._markdown("generation"),
@@ -182,7 +182,7 @@ def _why_missing(quantity: str, points: Mapping[str, float | None]) -> str:
 def _pooled_cell(line: Line, group: str, points: Quantity) -> Cell:
     """One seed with its interval, or several with their range; `points` is the number of points that each seed has.
 
-    Pooled, because in a mean over seeds a seed that admits one answer would weigh as much as one that admits a hundred.
+    Pooled, because in a mean over seeds a seed that accepts one answer would weigh as much as one that accepts a hundred.
     """
     accuracy, share, n = (line.quantities[f"{group} {what}"] for what in ("accuracy", "share", "n"))
     low, high = accuracy.intervals[0] or (None, None)

@@ -213,7 +213,7 @@ def _distributions(estimator: SDMEstimator, view: View | None, names: Sequence[s
 
 def _against_alpha(estimator: SDMEstimator, view: View, what: str) -> str:
     caption = (
-        f"What other values of alpha would admit of the {what}, and how accurate that would be; the dashed line is "
+        f"What other values of alpha would accept of the {what}, and how accurate that would be; the dashed line is "
         "the alpha in use."
     )
     if estimator.rule != "certified":
@@ -224,7 +224,7 @@ def _against_alpha(estimator: SDMEstimator, view: View, what: str) -> str:
     if view.labels is not None:
         caption += " Accuracy should stay above the dotted diagonal for the worst class too."
     return page.figure(
-        "alpha", plots.against_alpha(estimator, view), "Admitted share and accuracy against alpha", caption
+        "alpha", plots.against_alpha(estimator, view), "Accepted share and accuracy against alpha", caption
     )
 
 

@@ -66,7 +66,7 @@ def _training(run: Run) -> str:
     if curves is None:
         return ""
     caption = (
-        "By evaluation over the calibration rows. Admitted share, SDM loss and q'min are those of the SDM layer that the "
+        "By evaluation over the calibration rows. Accepted share, SDM loss and q'min are those of the SDM layer that the "
         "evaluation fits (fine-tuning with cross-entropy has none); a gap in q'min is where it is infinite."
     )
     return page.figure("train", curves, "Training curves", caption)

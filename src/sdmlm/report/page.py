@@ -93,7 +93,7 @@ def number(value: float) -> str:
 
 
 def comparison(caption: str, compared: SelectiveTable) -> str:
-    """Accuracy among the admitted and their share, by class while there are few of them, else of the worst class."""
+    """Accuracy among the accepted and their share, by class while there are few of them, else of the worst class."""
     few = len(compared.class_names) <= MANY_CLASSES
     groups = [f"{kind} {name}" for kind in ("true", "predicted") for name in compared.class_names]
     head = ["dataset", "model", "estimator", *(groups if few else ["worst true class", "worst predicted class"]), "all"]
@@ -105,7 +105,7 @@ def comparison(caption: str, compared: SelectiveTable) -> str:
         rows.append([row.dataset, row.model, row.estimator, *(_cell(c, compared.alpha) for c in (*cells, m.marginal))])
     several = " (over several seeds: pooled, and the range over the seeds)" if compared.seeds > 1 else ""
     note = (
-        f" Each cell: accuracy among the admitted and its 95% interval (bootstrap, exact at 0 and 1){several}, then in "
+        f" Each cell: accuracy among the accepted and its 95% interval (bootstrap, exact at 0 and 1){several}, then in "
         f"brackets their share of all points; ▼ is below alpha = {compared.alpha:g}. true: points of this class; "
         "predicted: points predicted as this class."
     )

@@ -216,7 +216,7 @@ def _ecdf(axes: Any, values: NDArray[np.float64], **style: Any) -> None:
 
 
 def against_alpha(estimator: SDMEstimator, view: View) -> Figure:
-    """Left: the admitted share against alpha; right: accuracy among the admitted, overall and of the worst class."""
+    """Left: the accepted share against alpha; right: accuracy among the accepted, overall and of the worst class."""
     alphas = np.array(ALPHA_GRID)
     if estimator.rule == "certified":
         accepted = np.stack([estimator.certified_rule(a).accepts(view.evidence()) for a in ALPHA_GRID], axis=1)
@@ -225,7 +225,7 @@ def against_alpha(estimator: SDMEstimator, view: View) -> Figure:
     figure = Figure(figsize=(9.2, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(alphas, accepted.mean(axis=0), color=BLUE, linewidth=1.8)
-    left.set(xlabel="alpha", ylabel="Share admitted", title="Admitted")
+    left.set(xlabel="alpha", ylabel="Share accepted", title="Accepted")
     left.set_ylim(-0.02, 1.02)
     if view.labels is not None:
         lowest: list[tuple[float, float, float]] = []
@@ -233,7 +233,7 @@ def against_alpha(estimator: SDMEstimator, view: View) -> Figure:
             by_class, by_prediction = (_lowest(view.right, inside, g) for g in (view.labels, view.predictions))
             lowest.append((view.right[inside].mean() if inside.any() else np.nan, by_class, by_prediction))
         columns = np.array(lowest).T
-        right.plot(alphas, columns[0], color=BLUE, linewidth=1.8, label="all admitted")
+        right.plot(alphas, columns[0], color=BLUE, linewidth=1.8, label="all accepted")
         right.plot(alphas, columns[1], color=ORANGE, linewidth=1.6, linestyle="--", label="worst true class")
         right.plot(alphas, columns[2], color=GREEN, linewidth=1.6, linestyle="-.", label="worst predicted class")
         figure.legend(loc="outside lower center", ncols=3)
@@ -241,7 +241,7 @@ def against_alpha(estimator: SDMEstimator, view: View) -> Figure:
         right.set_ylim(min(0.5, float(finite.min(initial=1.0))) - 0.02, 1.01)
     right.plot([0.5, 1.0], [0.5, 1.0], color=INK, linewidth=1.0, linestyle=":")
     right.text(0.76, 0.75, "accuracy = alpha", fontsize=9, rotation=0, ha="left", va="top")
-    right.set(xlabel="alpha", ylabel="Accuracy among the admitted", title="Accuracy")
+    right.set(xlabel="alpha", ylabel="Accuracy among the accepted", title="Accuracy")
     for axes in (left, right):
         axes.axvline(estimator.alpha_, color=INK, linewidth=1.0, linestyle="--")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))

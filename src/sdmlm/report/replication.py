@@ -20,13 +20,13 @@ from sdmlm.experiments.tables import Tables
 from sdmlm.report import page, plots
 
 _PANELS = (
-    ("eval_admitted", "Admitted, static negatives"),
+    ("eval_admitted", "Accepted, static negatives"),
     ("eval_sdm_loss", "SDM loss, static negatives"),
     ("eval_q_min", "q'min, static negatives"),
     ("base", "Mean base b"),
     ("eval_loss", "Next-token loss over D_ca"),
 )
-_FEWEST = 20  # admitted generations below which an accuracy is not drawn
+_FEWEST = 20  # accepted generations below which an accuracy is not drawn
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
@@ -129,7 +129,7 @@ def _words(alpha: float) -> str:
         "HN": "with hard negatives: wrong answers that the model gives while it is being trained",
         "verdict, ŷ": "what the SDM layer says of an answer: 1 (Yes, it is right) or 0 (No)",
         "y": "the truth about the answer, from comparing it with the reference: 1 right, 0 wrong",
-        "admitted, HR": f"the verdict lies in the high-reliability region, where at least alpha = {alpha:g} of the verdicts "
+        "accepted, HR": f"the verdict lies in the high-reliability region, where at least alpha = {alpha:g} of the verdicts "
         "should be right, for each y and each ŷ",
         "HR lower": "the same with d lowered by what its estimate may be off",
         "q": "Similarity: how many of the nearest known documents, counted outwards, are rightly predicted as this one is",
@@ -182,15 +182,15 @@ def _full(tables: Tables, published: bool) -> str:
 def _by_alpha(runs: Sequence[Run], tables: Tables) -> str:
     parts = [_compared(tables.by_alpha)] if tables.by_alpha else []
     caption = (
-        "What the final SDM layers would admit at other alphas, one line for each run; settings differ in colour and in line "
-        f"style. Accuracy is drawn where at least {_FEWEST} generations are admitted; dotted: accuracy = alpha, which it "
+        "What the final SDM layers would accept at other alphas, one line for each run; settings differ in colour and in line "
+        f"style. Accuracy is drawn where at least {_FEWEST} generations are accepted; dotted: accuracy = alpha, which it "
         "should not fall below. The vertical line is the alpha of the tables."
     )
     families = sorted({run.family for run in runs})
     for n, family in enumerate(families):
         title = f"<h3>{page.text(family)}</h3>" if len(families) > 1 else ""
         curves = alpha_curves([run for run in runs if run.family == family])
-        parts.append(title + page.figure(f"alpha{n}", curves, f"Admitted and accuracy by alpha, {family}", caption))
+        parts.append(title + page.figure(f"alpha{n}", curves, f"Accepted and accuracy by alpha, {family}", caption))
     return "".join(parts)
 
 
@@ -201,20 +201,20 @@ def _compared(comparisons: Sequence[LossComparison]) -> str:
         low, high = (f"{100 * bound:+.1f}" for bound in c.interval)
         shares = [f"{100 * fmean(pair[i] for pair in c.shares):.1f}%" for i in (0, 1)]
         below = [f"{c.below(i)} of {c.admitting(i)}" if c.admitting(i) else "-" for i in (0, 1)]
-        difference = f"{100 * c.mean:+.1f} ({low} to {high})" if any(map(any, c.shares)) else "nothing admitted"
+        difference = f"{100 * c.mean:+.1f} ({low} to {high})" if any(map(any, c.shares)) else "nothing accepted"
         rows.append([c.family, c.dataset, f"{c.alpha:g}", *shares, difference, *below])
     first, second = comparisons[0].first, comparisons[0].second
-    heads = [f"{first} admits", f"{second} admits", "points more (95% interval)"]
+    heads = [f"{first} accepts", f"{second} accepts", "points more (95% interval)"]
     heads += [f"{name}: accuracy below alpha in" for name in (first, second)]
     caption = (
-        f"{first} and {second} at several alphas, over the same SDM layers, paired by seed: mean shares admitted. The "
+        f"{first} and {second} at several alphas, over the same SDM layers, paired by seed: mean shares accepted. The "
         "interval is over resampled prompts, and over the seeds (Student's t) where that is wider."
     )
     return page.table(caption, ["family", "dataset", "alpha", *heads], rows)
 
 
 def alpha_curves(runs: Sequence[Run]) -> Figure:
-    """A row for each test set: the share admitted, and the accuracy among the admitted, against alpha."""
+    """A row for each test set: the share accepted, and the accuracy among the accepted, against alpha."""
     tests = sorted({test for run in runs for test in run.evaluations}, key=dataset_order)
     settings = sorted({run.setting for run in runs}, key=setting_order)
     figure = Figure(figsize=(9.2, 0.6 + 2.9 * len(tests)), layout="constrained")
@@ -240,7 +240,7 @@ def alpha_curves(runs: Sequence[Run]) -> Figure:
         for axes in (left, right):
             axes.axvline(runs[0].alpha, color=plots.INK, linewidth=1.0, linestyle="--")
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for axes, title in zip(grid[0], ("Share admitted", "Accuracy among the admitted"), strict=True):
+    for axes, title in zip(grid[0], ("Share accepted", "Accuracy among the accepted"), strict=True):
         axes.set_title(title)
     for axes in grid[-1]:
         axes.set_xlabel("alpha")
@@ -250,9 +250,9 @@ def alpha_curves(runs: Sequence[Run]) -> Figure:
 
 def _training(runs: Sequence[Run]) -> str:
     caption = (
-        "By evaluation, one line for each run; settings differ in colour and in line style. Admitted share, SDM loss and "
+        "By evaluation, one line for each run; settings differ in colour and in line style. Accepted share, SDM loss and "
         "q'min are those of the SDM layer that an evaluation fits over the calibration set D_ca with its static negatives, "
-        "which are easier than the LM's own errors: the final layers of the tables, fitted with those, admit less. A gap in "
+        "which are easier than the LM's own errors: the final layers of the tables, fitted with those, accept less. A gap in "
         "q'min is where it is infinite. The mean base is over the training documents since the evaluation before. Runs with cross-entropy "
         "have the next-token loss alone, in natural logarithms, so it does not compare with that of the SDM loss."
     )
