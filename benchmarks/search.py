@@ -6,7 +6,8 @@
 Each kind of search and budget is run on the test prompts, and calibrated as a whole over the calibration prompts; its final
 answers are judged by the region of that calibration, and by that of single answers ("not calibrated"). Beside it stand plain
 generation (budget 0) and best-of-n by the LM's probability: of n = 1 + budget answers the likeliest, judged by the region of
-single answers. "verified" is the share of prompts with an answer accepted as Yes, and how many of those are right.
+single answers. "verified" is the share of prompts with an answer accepted as Yes, and how many of those are right; "tokens"
+are those that the LM wrote for each prompt, in all tries together.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def measured(answers: Sequence[Verification], right: Sequence[int]) -> dict[str,
         "admitted": len(decided) / n,
         "admitted_right": sum(decided) / len(decided) if decided else None,
         "tries": sum(a.tries for a in answers) / n,
+        "tokens": sum(a.completion_tokens for a in answers) / n,
     }
 
 
@@ -72,7 +74,8 @@ def best_of(lm: SDMLanguageModel, prompts: list[str], n: int, temperature: float
         candidates.append(lm.generate(prompts, temperature=temperature, seed=seed, **how))
     scores = [log_probabilities(lm, prompts, [a.text for a in answers]) for answers in candidates]
     best = [max(zip(at, some, strict=True), key=lambda pair: pair[0])[1] for at, some in _by_prompt(scores, candidates)]
-    return [dataclasses.replace(answer, tries=n) for answer in best]
+    spent = [sum(a.completion_tokens for a in answers) for answers in zip(*candidates, strict=True)]
+    return [dataclasses.replace(a, tries=n, completion_tokens=tokens) for a, tokens in zip(best, spent, strict=True)]
 
 
 def _by_prompt(scores: list[list[float]], candidates: list[list[Verification]]) -> Any:
