@@ -30,7 +30,7 @@ from sdmlm.evaluation.embedding_baselines import (
 Ints = NDArray[np.int64]
 Scorer = Callable[[Any], Evidence]
 
-# Scores that need no calibration points get out-of-sample ones by cross-validation.
+# These need no calibration points: cross-validation gives their out-of-sample scores.
 OUT_OF_FOLD: dict[str, type[EmbeddingBaseline]] = {
     "logistic regression": LogisticRegressionScore,
     "k-NN distance": KNNDistance,
@@ -49,7 +49,8 @@ CALIBRATED: dict[str, type[EmbeddingBaseline]] = {
 class Method:
     """A fitted method: out-of-sample evidence of points it was fitted over, and a function for new points.
 
-    `epsilon` is the share of known points that it gives up to see shifts; the rivals have no Distance, so 0.
+    `epsilon` is the share of known points that may be rejected for their Distance, so that shifted points are rejected too.
+    The rivals have no Distance, so theirs is 0.
     """
 
     known: Evidence
