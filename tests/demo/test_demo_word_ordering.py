@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from adversary_benchmark import adversary
+from benchmark_modules import benchmark
 from rich.console import Console
 
 from sdmlm import SDMLanguageModel
@@ -136,7 +136,7 @@ def test_its_examples_are_the_answers_that_were_evaluated(demo: tuple[Path, str]
 
 def test_forged_turns_are_not_verified(demo: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller version of the table in docs/security.md. At the demo's own alpha the fast model verifies nothing."""
-    module, alpha = adversary(), 0.6
+    module, alpha = benchmark("adversary"), 0.6
     lm = SDMLanguageModel.from_pretrained(demo[0] / "sdm_hn")
     lines = (demo[0] / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     rows = [json.loads(line) for line in lines]

@@ -153,4 +153,4 @@ def test_the_suggested_command_of_the_demo_s_sentences_runs(here: Path, capsys: 
     assert main(["data", "word-ordering", "--sentences", "demo", "--output", "rows", *sizes]) == 0
     (suggested,) = re.findall("Next: sdmlm (train .*)", capsys.readouterr().out)
     assert main([*suggested.split(), "--dry-run"]) == 0
-    assert "Steps: 2 an epoch" in capsys.readouterr().out
+    assert "Steps: 2 per epoch" in capsys.readouterr().out
