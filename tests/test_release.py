@@ -83,4 +83,6 @@ def test_the_wheel_works_away_from_the_source_tree(installed: Path, tmp_path: Pa
 def test_the_wheel_runs_the_fast_demo(installed: Path, tmp_path: Path) -> None:
     shown = run([installed / "sdmlm", "demo", "--fast", "--output", "demo"], tmp_path)
     assert "Try next" in shown
-    assert {"report.html", "tables.csv", "verified", "sdm_hn", "ce_hn"} <= {p.name for p in (tmp_path / "demo").iterdir()}
+    assert {"report.html", "tables.csv", "verified", "sdm_hn", "ce_hn"} <= {
+        p.name for p in (tmp_path / "demo").iterdir()
+    }
