@@ -28,34 +28,49 @@ def fitted(request):
     return estimator
 
 
-def signals(layer, vectors, white, z, own_labels=None):
-    """(q, d, d_nearest, z) of points from the layer's support and calibration points, in plain Python.
-
-    `own_labels`: those of the layer's own calibration points, some of which are stored in the eCDFs.
-    """
+def of_points(layer, vectors, white, z):
+    """(q, relative distance, distance, z) of points from the layer's support, in plain Python."""
     support = layer.support
     stored = support.vectors.tolist(), support.labels.tolist(), support.predictions.tolist()
-    near = layer.whitened.vectors.tolist()
-
-    def q_and_nearest(h, w, c):
-        return slow.similarity(*stored, h, c)[0], min(slow.distances(near, w))
-
-    guesses = layer.calibration.z.argmax(dim=1).tolist()
-    known = [
-        q_and_nearest(h, w, c)
-        for h, w, c in zip(
-            layer.calibration_vectors.tolist(), layer.calibration_whitened.tolist(), guesses, strict=True
-        )
-    ]
-    labels = layer.calibration.labels.tolist()
-    cdf = [[d for (q, d), y in zip(known, labels, strict=True) if y == c and q > 0] for c in range(3)]
+    near, labels = layer.whitened.vectors.tolist(), layer.whitened.labels.tolist()
     out = []
-    for i, (h, w, row) in enumerate(zip(vectors.tolist(), white.tolist(), z.tolist(), strict=True)):
+    for h, w, row in zip(vectors.tolist(), white.tolist(), z.tolist(), strict=True):
         c = int(np.argmax(row))
-        q, nearest = q_and_nearest(h, w, c)
-        is_stored = own_labels is not None and q > 0 and int(own_labels[i]) == c
-        out.append((q, slow.distance_of_class(nearest, cdf[c], is_stored), nearest, row))
+        q = slow.similarity(*stored, h, c)[0]
+        out.append((q, slow.relative_distance(near, labels, w, c), min(slow.distances(near, w)), row))
     return out
+
+
+def of_calibration(layer):
+    ca = layer.calibration
+    return of_points(layer, layer.calibration_vectors, layer.calibration_whitened, ca.z)
+
+
+def pooled(layers):
+    """The stored relative distances by class: of the calibration points of all folds of a partition with q > 0."""
+    known = [
+        (row, y) for layer in layers for row, y in zip(of_calibration(layer), layer.calibration.labels, strict=True)
+    ]
+    return [[row[1] for row, y in known if int(y) == c and row[0] > 0] for c in range(3)]
+
+
+def signals(found, cdf, labels=None):
+    """(q, d, d_nearest, z); `labels`: the points are calibration points themselves."""
+    out = []
+    for i, (q, relative, nearest, row) in enumerate(found):
+        c = int(np.argmax(row))
+        is_stored = labels is not None and q > 0 and int(labels[i]) == c
+        out.append((q, slow.distance_of_class(relative, cdf[c], is_stored), nearest, row))
+    return out
+
+
+def new_signals(layers, x):
+    """The signals of new points by the first layer of each of three partitions."""
+    folds, found = len(layers) // 3, []
+    for i in range(0, len(layers), folds):
+        vectors, z = layers[i].adaptor(x)
+        found.append(signals(of_points(layers[i], vectors, layers[i].whitening(x), z), pooled(layers[i : i + folds])))
+    return found
 
 
 def averaged(rows):
@@ -76,10 +91,10 @@ def test_every_point_is_out_of_sample_once_in_each_partition(fitted):
 
 def test_calibration_points_are_averaged_over_the_layers_that_did_not_see_them(fitted):
     rows = {name: [] for name in range(150)}
-    for layer in fitted.layers_:
-        found = signals(
-            layer, layer.calibration_vectors, layer.calibration_whitened, layer.calibration.z, layer.calibration.labels
-        )
+    folds = len(fitted.layers_) // 3
+    for i, layer in enumerate(fitted.layers_):
+        cdf = pooled(fitted.layers_[i - i % folds :][:folds])
+        found = signals(of_calibration(layer), cdf, layer.calibration.labels)
         for name, row in zip(layer.calibration_ids, found, strict=True):
             rows[name].append(row)
     ca = fitted.calibration_
@@ -97,12 +112,7 @@ def test_calibration_points_are_averaged_over_the_layers_that_did_not_see_them(f
 
 def test_new_points_are_scored_by_one_layer_of_each_partition(fitted):
     scores, x = fitted.score(FRESH), torch.from_numpy(FRESH)
-    used = fitted.layers_[:: len(fitted.layers_) // 3]
-    assert len(used) == 3
-    found = []
-    for layer in used:
-        vectors, z = layer.adaptor(x)
-        found.append(signals(layer, vectors, layer.whitening(x), z))
+    found = new_signals(fitted.layers_, x)
     for i, rows in enumerate(zip(*found, strict=True)):
         q, d, nearest, z = averaged(rows)
         assert scores.q[i] == pytest.approx(q)
@@ -130,11 +140,7 @@ def test_points_that_join_reach_every_layer(fitted):
     new = fitted.with_support(more, y)
     scores, x = new.score(FRESH), torch.from_numpy(FRESH)
     assert [len(layer.support) for layer in new.layers_] == [len(layer.support) + 30 for layer in fitted.layers_]
-    folds = len(new.layers_) // 3
-    found = []
-    for layer in new.layers_[::folds]:
-        vectors, z = layer.adaptor(x)
-        found.append(signals(layer, vectors, layer.whitening(x), z))
+    found = new_signals(new.layers_, x)
     for i, rows in enumerate(zip(*found, strict=True)):
         q, d, _, z = averaged(rows)
         assert (scores.q[i], scores.d[i]) == (pytest.approx(q), pytest.approx(d))

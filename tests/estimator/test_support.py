@@ -22,6 +22,7 @@ def problem(rng, n=60, m=5, n_queries=20, classes=3, grid=False):
 
 def assert_like_slow(support, vectors, labels, predictions, queries, guesses, exclude=None):
     found = support.query(queries, guesses, exclude)
+    mine, others = support.nearest_by_class(queries, guesses, exclude)
     for i, (query, guess) in enumerate(zip(queries, guesses, strict=True)):
         own = -1 if exclude is None else exclude[i]
         q, d = slow.similarity(vectors, labels, predictions, query, guess, own)
@@ -31,6 +32,10 @@ def assert_like_slow(support, vectors, labels, predictions, queries, guesses, ex
         if own >= 0:
             far[own] = np.inf
         assert int(found.nearest[i]) == int(np.argmin(far))
+        match = (np.asarray(labels) == guess) & (np.asarray(predictions) == guess)
+        for given_value, which in ((mine[i], match), (others[i], ~match)):
+            least = min((far[j] for j in np.flatnonzero(which)), default=np.inf)
+            assert float(given_value) == pytest.approx(least, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("grid", [False, True], ids=["random", "ties"])
@@ -281,12 +286,13 @@ def test_a_single_query_finds_what_a_batch_finds(seed, grid, offset, scale):
     guesses = rng.integers(0, 4, len(queries))
     for max_q in (None, 2):
         support = SupportSet(vectors, labels, predictions, max_q=max_q)
-        together, nearest = support.query(queries, guesses), support.nearest(queries)
+        together, nearest = support.query(queries, guesses), torch.stack(support.nearest_by_class(queries, guesses))
         for i in range(len(queries)):
             alone = support.query(queries[i : i + 1], guesses[i : i + 1])
             assert (alone.q[0], alone.nearest[0]) == (together.q[i], together.nearest[i])
             assert float(alone.d_nearest[0]) == pytest.approx(float(together.d_nearest[i]), rel=1e-14)
-            assert float(support.nearest(queries[i : i + 1])[0]) == pytest.approx(float(nearest[i]), rel=1e-14)
+            pair = torch.cat(support.nearest_by_class(queries[i : i + 1], guesses[i : i + 1]))
+            torch.testing.assert_close(pair, nearest[:, i], rtol=1e-14, atol=0)
 
 
 def test_a_single_query_with_many_equal_rows_goes_the_long_way(monkeypatch):

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_points import blobs
 
-from sdmlm.estimator.whitening import Whitening
+from sdmlm.estimator.whitening import Whitening, relative_distance
+from sdmlm.evaluation.metrics import shift_auroc
 
 
 def points(n=120, classes=3, dim=5, seed=0):
@@ -62,3 +63,34 @@ def test_more_columns_than_points():
     white = Whitening.fit(x, torch.arange(60) % 2)(x)
     assert white.shape[1] < 60
     assert bool(torch.isfinite(white).all())
+
+
+def test_relative_distance_by_hand():
+    inf = torch.inf
+    own = torch.tensor([2.0, 4.0, 3.0, 0.0, 0.0, inf, inf, 5.0], dtype=torch.float64)
+    other = torch.tensor([4.0, 2.0, 3.0, 1.0, 0.0, 1.0, inf, 0.0], dtype=torch.float64)
+    assert relative_distance(own, other).tolist() == [1.0, 4.0, 3.0, 0.0, 0.0, inf, inf, inf]
+    alone = relative_distance(torch.tensor([2.0]), torch.tensor([inf]))  # an approximate index saw only the own class
+    assert alone.tolist() == [0.0]
+
+
+def test_a_class_between_the_known_ones_is_seen_by_how_near_the_others_are():
+    """The distance to the nearest known point alone tells it from known points less well."""
+    rng = np.random.default_rng(0)
+    known = np.concatenate([rng.normal(size=(300, 4)) + np.eye(4)[3] * 3 * c for c in (0, 2)])
+    y = np.repeat([0, 1], 300)
+    new = np.concatenate([rng.normal(size=(300, 4)) + np.eye(4)[3] * 3 * c for c in (0, 2)])
+    between = rng.normal(size=(300, 4)) + np.eye(4)[3] * 3
+
+    def figures(points):
+        own, other, plain = [], [], []
+        for point in points:
+            far = np.linalg.norm(known - point, axis=1)
+            c = int(point[3] > 3)
+            own.append(far[y == c].min())
+            other.append(far[y != c].min())
+            plain.append(far.min())
+        return relative_distance(torch.tensor(own), torch.tensor(other)).numpy(), np.array(plain)
+
+    (one, plain), (two, plain_two) = figures(new), figures(between)
+    assert shift_auroc(-one, -two) > shift_auroc(-plain, -plain_two) + 0.1

@@ -4,7 +4,7 @@ A run of q agreeing neighbours ends at the first bad one. With a share rho of ba
 rho, so one layer gives a noisy estimate of local accuracy, and the region that follows from it is partly luck. So the points
 are partitioned at random several times (in halves, or in five folds where they are few). For each fold a layer is fitted
 on the other points. Every point is out of sample in one layer of each partition, and log(1 + q), d and z' are averaged over
-those. A new point is scored by the first layer of each partition: by as many layers as a calibration point was, so that
+those. In whitened h, the eCDFs for d hold the points of all folds of a partition. A new point is scored by the first layer of each partition: by as many layers as a calibration point was, so that
 the two are exchangeable.
 """
 
@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sdmlm.estimator.activation import sdm
 from sdmlm.estimator.layer import Points, Regions, SDMLayer, points_of, scores_of
-from sdmlm.estimator.region import HighReliabilityRegion
+from sdmlm.estimator.region import DistanceCDF, HighReliabilityRegion
 from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportMatch
 
@@ -47,6 +48,7 @@ class AveragedLayers(Regions):
         logs, d, nearest = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
         z, labels = torch.zeros(n, n_classes, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
         repeats = len(self.layers) // self.folds
+        self._cdfs = [self._pooled(self.layers[i : i + self.folds]) for i in range(0, len(self.layers), self.folds)]
         self._unseen_by = torch.zeros(
             repeats, n, dtype=torch.long
         )  # by partition and point: the layer not fitted on it
@@ -55,12 +57,23 @@ class AveragedLayers(Regions):
             self._unseen_by[i // self.folds, at] = i
             ca = layer.calibration
             logs[at] += torch.log1p(ca.q.double()) / repeats
-            d[at] += ca.d.double() / repeats
+            cdf = self._cdfs[i // self.folds] or layer.cdf
+            d[at] += layer.calibration_d(cdf, ca.predictions, ca.q).double() / repeats
             nearest[at] += ca.d_nearest.double() / repeats
             z[at] += ca.z.double() / repeats
             labels[at] = ca.labels
         self.calibration: Points = points_of(labels, z, torch.expm1(logs), nearest, d)
         self._regions: dict[float, HighReliabilityRegion] = {}
+
+    @staticmethod
+    def _pooled(layers: Sequence[SDMLayer]) -> DistanceCDF | None:
+        """One eCDF over all folds of a partition, so over all points of a class; None where each layer has its own.
+
+        Whitened distances are alike in all folds. Between exemplar vectors, each layer has a scale of its own.
+        """
+        if layers[0].whitening is None:
+            return None
+        return DistanceCDF([np.concatenate(values) for values in zip(*(x.cdf.values for x in layers), strict=True)])
 
     def score(
         self,
@@ -112,7 +125,7 @@ class AveragedLayers(Regions):
                 if exclude is not None:
                     entry = known[rows] - n_fitted + len(layer.support_ids) - self._joined
                     own = torch.where(known[rows] >= n_fitted, entry, -1).to(x.device)
-                z_layer, match, d_layer = layer.signals(x[rows], own, trained=False)
+                z_layer, match, d_layer = layer.signals(x[rows], own, self._cdfs[repeat] or layer.cdf)
                 logs[rows] += torch.log1p(match.q.double()) / repeats
                 d[rows] += d_layer.double() / repeats
                 nearest[rows] += match.d_nearest.double() / repeats

@@ -24,7 +24,7 @@ from sdmlm.estimator.region import (
 )
 from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportMatch, SupportSet
-from sdmlm.estimator.whitening import Whitening
+from sdmlm.estimator.whitening import Whitening, relative_distance
 
 # Where `highest_alpha` looks: every hundredth, and finer towards 1.
 ALPHA_GRID: tuple[float, ...] = (*(round(0.51 + 0.01 * i, 2) for i in range(49)), 0.995, 0.999, 1.0)
@@ -157,7 +157,7 @@ class SDMLayer(Regions):
             train_cdf = _train_cdf(support, n_classes)
             return cls(adaptor, support, train_cdf, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history)
         whitening = Whitening.fit(x, y)
-        whitened = make_support(whitening(x), y, predictions)
+        whitened = make_support(whitening(x), y, y)
         rest = whitening, whitened, whitening(x_ca)
         return cls(adaptor, support, None, vectors_ca, z_ca, y_ca, ids, ids_ca, loss, history, *rest)
 
@@ -174,37 +174,40 @@ class SDMLayer(Regions):
 
     def calibrate(self) -> None:
         """q, d, SDM output and q' of the calibration points against the support as it is now."""
-        match = _on_cpu(self.support.query(self.calibration_vectors, self._z_ca.argmax(dim=1)))
-        if self.whitened is not None and self.calibration_whitened is not None:
-            match = replace(match, d_nearest=self.whitened.nearest(self.calibration_whitened).cpu())
-        self.cdf = DistanceCDF.fit(match.d_nearest, self._y_ca, match.q, self.n_classes)
         predictions = self._z_ca.argmax(dim=1)
-        d = self._distance(self.cdf, match.d_nearest, predictions, (predictions == self._y_ca) & (match.q > 0))
+        match = _on_cpu(self.support.query(self.calibration_vectors, predictions))
+        distance = match.d_nearest
+        if self.whitened is not None and self.calibration_whitened is not None:
+            own, other = self.whitened.nearest_by_class(self.calibration_whitened, predictions)
+            match = replace(match, d_nearest=torch.minimum(own, other).cpu())
+            distance = relative_distance(own, other).cpu()
+        self.calibration_distance = distance
+        self.cdf = DistanceCDF.fit(distance, self._y_ca, match.q, self.n_classes)
+        d = self.calibration_d(self.cdf, predictions, match.q)
         self.calibration = points_of(self._y_ca, self._z_ca, match.q, match.d_nearest, d)
         self._regions: dict[float, HighReliabilityRegion] = {}
 
-    def _distance(
-        self, cdf: DistanceCDF, d_nearest: Tensor, predictions: Tensor, stored: Tensor | None = None
-    ) -> Tensor:
+    def calibration_d(self, cdf: DistanceCDF, predictions: Tensor, q: Tensor) -> Tensor:
+        """d of the calibration points by their eCDF, in which most of them are stored themselves.
+
+        In whitened h a stored point is left out of its own eCDF, as a new point is not in it either. So both have the same
+        distribution, and a lower bound on d rejects the same share of new points as of known ones.
+        """
+        d = self._distance(cdf, self.calibration_distance, predictions)
+        if self.whitening is None:
+            return d
+        sizes = torch.tensor([len(values) for values in cdf.values], dtype=torch.float64)[predictions]
+        stored = (predictions == self._y_ca) & (q.cpu() > 0)
+        return torch.where(stored, (d * sizes - 1.0).clamp(min=0.0) / (sizes - 1.0).clamp(min=1.0), d)
+
+    def _distance(self, cdf: DistanceCDF, distance: Tensor, predictions: Tensor) -> Tensor:
         """d of points: the share of known points that are at least as far away.
 
         As published, d is the minimum over all classes. In whitened h it is that of the predicted class: with ten classes,
         the minimum is 0 for one known point in ten, because the tightest class decides (docs/log.md, 2026-11-18).
-
-        In whitened h a new point also counts itself among the known points, as a known point (`stored`) does. So a lower
-        bound on d rejects about the same share of new points as of known ones. A point farther away than all known points
-        of its class has d = 0, however few these are, so that a far outlier is always noticed.
         """
-        if self.whitening is None:
-            least: Tensor = cdf.quantile(d_nearest)
-            return least
-        predictions = predictions.cpu()
-        sizes = torch.tensor([len(values) for values in cdf.values], dtype=torch.float64)[predictions]
-        share = cdf.quantile_of(d_nearest, predictions)
-        counted = (1.0 + share * sizes) / (1.0 + sizes)
-        counted = torch.where(share > 0, counted, 0.0)
-        result: Tensor = counted if stored is None else torch.where(stored, share, counted)
-        return result
+        d: Tensor = cdf.quantile(distance) if self.whitening is None else cdf.quantile_of(distance, predictions)
+        return d
 
     def _known_rows(self, exclude: Tensor | None) -> Tensor | None:
         """Support indices as indices into the whitened points, which lack the out-of-distribution ones; -1 for none."""
@@ -220,25 +223,33 @@ class SDMLayer(Regions):
         """The ids of the points that `exclude` may name, by index."""
         return self.support_ids
 
-    def signals(self, x: Tensor, exclude: Tensor | None, trained: bool = True) -> tuple[Tensor, SupportMatch, Tensor]:
+    def signals(
+        self, x: Tensor, exclude: Tensor | None, cdf: DistanceCDF | None = None
+    ) -> tuple[Tensor, SupportMatch, Tensor]:
         """z', the match with the support (q and nearest point), and d; all on the CPU.
 
-        A point ignores its own entry `exclude` of the support. If it is `trained` on, its d comes from the eCDF of such points.
+        A point ignores its own entry `exclude` of the support. d comes from `cdf`; by default from the layer's own, or for
+        points with an entry from that of the training split.
         """
         vectors, z = self.adaptor(x)
         z = z.cpu()
         predictions = z.argmax(dim=1)
         match = _on_cpu(self.support.query(vectors, predictions, exclude))
+        distance, noise = match.d_nearest, _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
         if self.whitening is not None and self.whitened is not None:
-            vectors = self.whitening(x)
-            match = replace(match, d_nearest=self.whitened.nearest(vectors, self._known_rows(exclude)).cpu())
-        noise = _FLOAT_NOISE * vectors.norm(dim=1).double().cpu()
+            white = self.whitening(x)
+            pair = self.whitened.nearest_by_class(white, predictions, self._known_rows(exclude))
+            own, other = pair[0].cpu(), pair[1].cpu()
+            match = replace(match, d_nearest=torch.minimum(own, other))
+            distance = relative_distance(own, other)
+            least = match.d_nearest.clamp(min=torch.finfo(torch.float64).tiny)
+            noise = distance * 3 * _FLOAT_NOISE * white.norm(dim=1).double().cpu() / least
 
-        def quantile(cdf: DistanceCDF) -> Tensor:
-            return self._distance(cdf, cdf.snapped(match.d_nearest, noise), predictions)
+        def quantile(known: DistanceCDF) -> Tensor:
+            return self._distance(known, known.snapped(distance, noise), predictions)
 
-        d = quantile(self.cdf)
-        if exclude is not None and trained:
+        d = quantile(self.cdf if cdf is None else cdf)
+        if exclude is not None and cdf is None:
             d = torch.where(exclude.cpu() >= 0, quantile(self.train_cdf), d)
         return z, match, d
 
@@ -267,7 +278,7 @@ class SDMLayer(Regions):
         self.support.add(vectors, labels, z.argmax(dim=1))
         if self.whitening is not None and self.whitened is not None:
             known = labels >= 0  # a point near a known out-of-distribution point must not get a high d
-            self.whitened.add(self.whitening(x)[known], labels[known], z.argmax(dim=1)[known])
+            self.whitened.add(self.whitening(x)[known], labels[known], labels[known])
         self._train_cdf = None
         self.support_ids = [*self.support_ids, *ids]
         self.calibrate()
@@ -321,12 +332,13 @@ def _train_cdf(support: SupportSet, n_classes: int, whitened: SupportSet | None 
     """The eCDF of the support points, each compared with all others but not with itself."""
     own = torch.arange(len(support), device=support.labels.device)
     match = support.query(support.vectors, support.predictions, exclude=own)
-    nearest = match.d_nearest
+    distance = match.d_nearest
     if whitened is not None:
-        nearest = torch.full_like(nearest, torch.inf)
-        others = torch.arange(len(whitened), device=nearest.device)
-        nearest[support.labels >= 0] = whitened.nearest(whitened.vectors, exclude=others)
-    return DistanceCDF.fit(nearest, support.labels, match.q, n_classes)
+        known, others = support.labels >= 0, torch.arange(len(whitened), device=distance.device)
+        pair = whitened.nearest_by_class(whitened.vectors, support.predictions[known], exclude=others)
+        distance = torch.full_like(distance, torch.inf)
+        distance[known] = relative_distance(*pair)
+    return DistanceCDF.fit(distance, support.labels, match.q, n_classes)
 
 
 def _on_cpu(match: SupportMatch) -> SupportMatch:

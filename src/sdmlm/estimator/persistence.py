@@ -151,7 +151,7 @@ def _load_layer(
     whitening: tuple[Any, ...] = ()
     if "whitening.matrix" in own:
         known = support.labels >= 0
-        whitened = estimator.make_support()(own["whitened.vectors"], support.labels[known], support.predictions[known])
+        whitened = estimator.make_support()(own["whitened.vectors"], support.labels[known], support.labels[known])
         matrices = Whitening(own["whitening.mean"], own["whitening.matrix"])
         whitening = matrices, whitened, own["calibration.whitened"]
     return SDMLayer(

@@ -160,31 +160,39 @@ class SupportSet:
         return distances, indices
 
     @full_precision()
-    def nearest(self, vectors: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Tensor:
-        """The distance to the nearest support vector, (N,)."""
+    def nearest_by_class(
+        self, vectors: ArrayLike | Tensor, classes: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The distances to the nearest match of each query's class and to the nearest other vector, both (N,); inf for none."""
         vectors = self._queries(vectors)
+        classes = integers(classes, "classes", vectors)
         with contextlib.suppress(TooClose):
             if exclude is None and (single := self._single(vectors)) is not None:
-                return torch.tensor([single.nearest((0, len(self)))[0]], dtype=torch.float64).sqrt()
+                pair = (single.nearest(*spans)[0] for spans in self._own_and_other(int(classes[0])))
+                own, other = (torch.tensor([square], dtype=torch.float64).sqrt() for square in pair)
+                return own, other
         excluded = self._excluded_rows(exclude, vectors)
-        whole = (0, len(self))
-        squares = [
-            self._closely(
-                vectors[start : start + _QUERY_BLOCK], excluded[start : start + _QUERY_BLOCK], _nearest_of(whole)
-            )
-            for start in range(0, len(vectors), _QUERY_BLOCK)
-        ]
-        return torch.cat(squares).sqrt() if squares else torch.empty(0, dtype=torch.float64, device=vectors.device)
+        squares = torch.empty(2, len(vectors), dtype=torch.float64, device=vectors.device)
+        for c in classes.unique().tolist():
+            for part in (classes == c).nonzero().squeeze(1).split(_QUERY_BLOCK):
+                for to, spans in zip(squares, self._own_and_other(c), strict=True):
+                    to[part] = self._closely(vectors[part], excluded[part], _nearest_of(spans))
+        return squares[0].sqrt(), squares[1].sqrt()
 
     # How it is done
 
+    def _own_and_other(self, c: int) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """The arranged rows of the matches of class c, and all others."""
+        start, end = self._spans.get(c, (0, 0))
+        return ((start, end),), ((0, start), (end, len(self)))
+
     def _query_class(self, vectors: Tensor, c: int, excluded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, squared distance and index of the nearest, for queries that are all predicted as c."""
-        start, end = self._spans.get(c, (0, 0))
+        (own,), others = self._own_and_other(c)
 
         def both(queries: _Queries) -> tuple[Tensor, ...]:
-            stop, stop_at = queries.nearest((0, start), (end, len(self)))
-            return stop, stop_at, *queries.count_below(stop, (start, end))
+            stop, stop_at = queries.nearest(*others)
+            return stop, stop_at, *queries.count_below(stop, own)
 
         stop, stop_at, q, near, near_at = self._closely(vectors, excluded, both)
         # Of two equally near vectors the one with the lower index, so that the order of the groups does not show.
@@ -232,8 +240,8 @@ def _slack(vectors: Tensor) -> float:
     return float(2 * _SIGMAS * vectors.shape[1] ** 0.5 * torch.finfo(vectors.dtype).eps / 2)
 
 
-def _nearest_of(span: tuple[int, int]) -> Callable[[_Queries], Any]:
-    return lambda queries: queries.nearest(span)[0]
+def _nearest_of(spans: tuple[tuple[int, int], ...]) -> Callable[[_Queries], Any]:
+    return lambda queries: queries.nearest(*spans)[0]
 
 
 class _Queries:

@@ -88,9 +88,16 @@ class FaissSupportSet(SupportSet):
         stop = torch.where(match, torch.inf, distances).amin(dim=1, keepdim=True)
         return (match & (distances < stop)).sum(dim=1), distances[:, 0], indices[:, 0]
 
-    def nearest(self, vectors: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None) -> Tensor:
-        """As SupportSet.nearest, among the points that the index returns."""
-        return self.neighbors(vectors, 1, exclude)[0].squeeze(1)
+    def nearest_by_class(
+        self, vectors: ArrayLike | Tensor, classes: ArrayLike | Tensor, exclude: ArrayLike | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As SupportSet.nearest_by_class, among the points that the index returns."""
+        distances, indices = self.neighbors(vectors, min(self.max_q or len(self), len(self)), exclude)
+        labels, predicted = self.labels[indices.clamp(min=0)], self.predictions[indices.clamp(min=0)]
+        guesses = torch.as_tensor(classes, device=labels.device)[:, None]
+        own = (labels == predicted) & (labels == guesses)
+        pair = (torch.where(which, distances, torch.inf).amin(dim=1) for which in (own, ~own))
+        return next(pair), next(pair)
 
     def neighbors(
         self, vectors: ArrayLike | Tensor, k: int, exclude: ArrayLike | Tensor | None = None

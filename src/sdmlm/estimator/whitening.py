@@ -2,6 +2,10 @@
 
 The trained exemplar vectors follow the directions that tell classes apart and hardly see others, in which most shifts happen.
 Here every direction counts by the spread of the known points of a class along it, with Ledoit-Wolf shrinkage.
+
+A point of an unseen class often lies between known classes: not far from all points, but hardly nearer to those of the class that
+is predicted than to others. So the distance to the nearest known point is multiplied by how much farther the nearest
+one of the predicted class is than the nearest of another class.
 """
 
 from __future__ import annotations
@@ -43,3 +47,13 @@ class Whitening:
     def __call__(self, x: Tensor) -> Tensor:
         """Whitened vectors (N, K) of raw ones (N, D)."""
         return (x - self.mean) @ self.matrix
+
+
+def relative_distance(own: Tensor, other: Tensor) -> Tensor:
+    """min(own, other) * own / other, from the distances to the nearest points of the predicted class and of others.
+
+    0 at a point of the predicted class; infinite where there is none, or at a point of another class.
+    """
+    product = torch.minimum(own, other) * own / other
+    product = torch.where(torch.isinf(own) | (other == 0), torch.inf, product)
+    return torch.where(own == 0, 0.0, product)
