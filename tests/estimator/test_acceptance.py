@@ -5,15 +5,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom
+from scipy.stats import betabinom, binom
 
 from sdmlm.estimator.acceptance import (
     CertifiedRule,
     Evidence,
-    candidate_order,
     certify_rule,
     distance_bound,
     least_points,
+)
+from sdmlm.estimator.threshold_tests import (
+    Candidates,
+    beta_binomial_cdf,
+    by_class,
+    candidate_order,
+    candidates_at,
+    thresholds_of,
 )
 
 ALPHA, DELTA = 0.9, 0.1
@@ -69,6 +76,12 @@ MOST_BROKEN = binom.ppf(1 - 1e-6, DRAWS, DELTA)
         ("predicted", World([0.4, 0.6], [0.1001, 0.1001])),
         ("predicted", World([0.5, 0.5], [0.1001, 0.01])),
         ("predicted", World([0.3, 0.3, 0.4], [0.0, 0.05, 0.1001], [0.4, 0.3, 0.0])),
+        ("predicted", World([0.5, 0.5], [0.0, 0.0], [0.4, 0.4])),
+        (
+            "predicted",
+            World([0.25] * 4, [0.1001, 0.0, 0.0, 0.0]),
+        ),  # three leave their level to the one that must not pass
+        ("predicted", World([0.2] * 5, [0.1001, 0.1001, 0.02, 0.02, 0.1001], [0, 0, 0.1, 0.3, 0])),
         ("class", World([0.5, 0.5], [0.1001, 0.01])),
         ("class", World([0.5, 0.5], [0.0, 0.0], [0.4, 0.4])),
         ("class", World([0.22, 0.78], [0.02, 0.0307])),  # each prediction is reliable, the points of class 0 are not
@@ -85,6 +98,78 @@ def test_the_level_is_used_up():
     world, rng = World([0.5, 0.5], [0.1001, 0.1001]), np.random.default_rng(1)
     broken = sum(world.broken(certify(world, rng, "overall")) for _ in range(DRAWS))
     assert 0.4 * DELTA < broken / DRAWS <= MOST_BROKEN / DRAWS
+
+
+def test_a_class_that_is_done_leaves_its_level():
+    """Where one class passes everything, the other is tested at the full level: more than half of it is used up."""
+    world, rng = World([0.5, 0.5], [0.1001, 0.0]), np.random.default_rng(1)
+    rules = [certify(world, rng, "predicted", n=400) for _ in range(DRAWS)]
+    broken = sum(map(world.broken, rules))
+    assert 0.55 * DELTA < broken / DRAWS <= MOST_BROKEN / DRAWS
+    assert np.mean([math.isfinite(rule.thresholds[1]) for rule in rules]) == 1.0
+
+
+def lists(*sizes):
+    """Candidates of classes 0, 1, ...: so many thresholds each, which all have the same good chance to pass."""
+    return {
+        c: Candidates(-np.arange(float(n)), np.full(n, 400.0), np.zeros(n), np.full(n, 400.0))
+        for c, n in enumerate(sizes)
+    }
+
+
+def run(p_values, delta=0.06, found=None):
+    """(certified, levels of all tests) of `by_class` with the given p-value of each class and threshold."""
+    levels = []
+
+    def passes(c, threshold, level):
+        levels.append((c, threshold, round(level, 10)))
+        return p_values[c][round(-threshold)] <= level
+
+    return by_class(found or lists(*map(len, p_values)), 0.9, delta, passes), levels
+
+
+def test_levels_are_shared_by_the_classes_that_are_not_done():
+    certified, levels = run([[0.01, 0.01], [0.025, 0.01], [0.05, 0.0]])
+    assert certified == {0: -1.0, 1: -1.0, 2: -1.0}
+    assert levels == [
+        (0, 0.0, 0.02), (0, -1.0, 0.02),  # done
+        (1, 0.0, 0.02), (2, 0.0, 0.02),  # both fail at a third
+        (1, 0.0, 0.03), (1, -1.0, 0.03), (2, 0.0, 0.03),  # class 1 passes at half
+        (2, 0.0, 0.06), (2, -1.0, 0.06),  # and class 2 with all
+    ]  # fmt: skip
+
+
+def test_a_class_that_fails_keeps_its_level():
+    certified, levels = run([[0.01, 0.5], [0.025, 0.01], [0.05, 0.0]])
+    assert certified == {0: 0.0, 1: math.inf, 2: math.inf}
+    assert {level for *_, level in levels} == {0.02}
+
+
+def test_classes_without_a_fair_chance_come_last_at_the_full_level():
+    poor = Candidates(np.zeros(1), np.full(1, 100.0), np.full(1, 12.0), np.full(1, 100.0))
+    found = {**lists(1, 1), 2: poor}
+    assert poor.chances(0.9, 0.06)[0] < 0.3
+    assert run([[0.0], [0.05], [0.05]], found=found)[0] == {0: 0.0, 1: 0.0, 2: 0.0}
+    certified, levels = run([[0.0], [0.07], [0.0]], found=found)
+    assert certified == {0: 0.0, 1: math.inf, 2: math.inf}
+    assert 2 not in {c for c, *_ in levels}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_chance_to_pass_is_that_of_scipy(seed):
+    rng = np.random.default_rng(seed)
+    n, seen = rng.integers(0, 300, 5), rng.integers(1, 300, 5)
+    errors = rng.integers(0, seen + 1)
+    k = rng.integers(0, 40, 5)
+    expected = betabinom.cdf(np.minimum(k, n), n, errors + 0.5, seen - errors + 0.5)
+    mine = beta_binomial_cdf(*(v.astype(float) for v in (k, n)), errors + 0.5, seen - errors + 0.5)
+    np.testing.assert_allclose(mine, expected, atol=1e-9)
+    found = Candidates(np.zeros(5), *(v.astype(float) for v in (seen, errors, n)))
+    for i, chance in enumerate(found.chances(0.9, 0.05)):
+        allowed = max((e for e in range(n[i] + 1) if binom.cdf(e, n[i], 0.1) <= 0.05), default=None)
+        beta = (errors[i] + 0.5, seen[i] - errors[i] + 0.5)
+        assert chance == pytest.approx(0.0 if allowed is None else betabinom.cdf(allowed, n[i], *beta), abs=1e-9)
 
 
 @pytest.mark.parametrize(("promise", "largest"), [("overall", 0.93), ("predicted", 0.94)])
@@ -125,12 +210,27 @@ def test_without_the_fixed_sequence_the_promise_would_break():
     assert sequence <= MOST_BROKEN
 
 
+def order_of(confidence, right, share, alpha, level, most):
+    found = candidates_at(thresholds_of(confidence, most), confidence, right, share)
+    for threshold, seen, errors in zip(found.thresholds, found.seen, found.errors, strict=True):
+        inside = confidence >= threshold
+        assert (seen, errors) == (inside.sum(), (inside & ~right).sum())
+    return candidate_order([found], alpha, level)
+
+
+def test_the_group_with_the_least_chance_decides_where_the_tests_begin():
+    one = Candidates(-np.arange(3.0), np.full(3, 300.0), np.array([0.0, 0, 0]), np.full(3, 300.0))
+    two = Candidates(-np.arange(3.0), np.array([5.0, 200, 300]), np.array([0.0, 2, 30]), np.array([5.0, 200, 300]))
+    assert candidate_order([one], 0.9, 0.05).tolist() == [0.0, -1.0, -2.0]
+    assert candidate_order([one, two], 0.9, 0.05).tolist() == [-1.0, -2.0]
+
+
 def test_the_tests_are_exact_and_stop_at_the_first_failure():
     rng = np.random.default_rng(5)
     world = World([0.5, 0.5], [0.0, 0.0], [0.4, 0.4])
     known, fresh = world.draw(rng, 600), world.draw(rng, 600)
     rule = certify_rule(known, fresh, 2, alpha=ALPHA, delta=DELTA, epsilon=0.0)
-    order = candidate_order(known.confidence, known.right, 1.0, ALPHA, 100)
+    order = order_of(known.confidence, known.right, 1.0, ALPHA, DELTA, 100)
     assert [test.threshold for test in rule.tests] == order[: len(rule.tests)].tolist()
     assert [test.passed for test in rule.tests] == [True] * (len(rule.tests) - 1) + [False]
     assert rule.thresholds == (rule.tests[-2].threshold,) * 2
@@ -160,7 +260,7 @@ def test_candidates_follow_from_calibration_points_alone():
 def test_candidates_go_from_strict_to_loose_among_finite_values(n, seed, share, alpha, most):
     rng = np.random.default_rng(seed)
     confidence = np.where(rng.random(n) < 0.2, -np.inf, rng.normal(size=n).round(1))
-    order = candidate_order(confidence, rng.random(n) < 0.9, share, alpha, most)
+    order = order_of(confidence, rng.random(n) < 0.9, share, alpha, 0.05, most)
     assert len(order) <= most
     assert (np.diff(order) < 0).all()
     assert set(order) <= set(confidence[np.isfinite(confidence)])

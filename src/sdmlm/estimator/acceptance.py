@@ -5,13 +5,13 @@ A rule accepts a point when two things hold. Its *confidence* (Similarity and Ma
 The first part carries the promise. The second is the price for seeing shifts, about which no certificate can say anything.
 
 The threshold is found on points that played no part in fitting. Candidate thresholds come from the calibration points and are
-tried in a fixed order, from the one that those points call most likely to pass towards looser ones, until one fails
-(fixed-sequence testing, which needs no correction). Each is tested against "the accuracy among the accepted is below alpha"
-by the exact binomial test. So with probability at least 1 - delta the accuracy among the accepted is at least alpha,
-for new points drawn like the held-out ones.
+tried in a fixed order, from the one that those points call most likely to pass towards looser ones, until one fails. Each is
+tested against "the accuracy among the accepted is below alpha" by the exact binomial test (`threshold_tests` has the procedures
+and their proofs). So with probability at least 1 - delta the accuracy among the accepted is at least alpha, for new
+points drawn like the held-out ones.
 
 promise="overall"    over all accepted points
-promise="predicted"  for each predicted class: a threshold per class, each at level delta / (number of classes)
+promise="predicted"  for each predicted class: a threshold per class; a class that is done leaves its level to the others
 promise="class"      for each predicted and each true class, as the papers ask: one threshold, all tests must pass
 """
 
@@ -31,6 +31,14 @@ from scipy.stats import binom
 
 from sdmlm.errors import BadSetting
 from sdmlm.estimator.region import check_alpha
+from sdmlm.estimator.threshold_tests import (
+    Candidates,
+    by_class,
+    candidate_order,
+    candidates_at,
+    fixed_sequence,
+    thresholds_of,
+)
 from sdmlm.storage.artifacts import finite_or_none, none_as_infinity, write_text_atomically
 
 Floats = NDArray[np.float64]
@@ -198,15 +206,28 @@ def certify_rule(
     rule = CertifiedRule(
         alpha, delta, promise, epsilon, (math.inf,) * n_classes, least, tuple(covered), len(held_out), 0, ()
     )
-    groups = [[c] for c in covered] if promise == "predicted" else [covered]
-    if promise == "predicted":  # a level is not spent on a class that the calibration points call hopeless
-        groups = [group for group in groups if _hopeful(calibration, rule, group, len(held_out))] or groups
-    thresholds, tests = [math.inf] * n_classes, []
-    for group in groups:
-        threshold, made = _certify_group(calibration, held_out, rule, group, delta / len(groups), candidates)
+    tests: list[RuleTest] = []
+
+    def passes(group: Sequence[int], threshold: float, level: float) -> bool:
+        made = _tests(held_out, rule, group, threshold, level)
         tests.extend(made)
-        for c in group:
-            thresholds[c] = threshold
+        return all(test.passed for test in made)
+
+    def candidates_of(group: Sequence[int], promised: Promise) -> list[Candidates]:
+        known = rule.near_enough(calibration.d) & np.isin(calibration.predictions, group)
+        thresholds = thresholds_of(calibration.confidence[known], candidates)
+        share = len(held_out) / max(1, len(calibration))
+        members = [mask for _, mask in _test_groups(promised, group, calibration, known)]
+        return [candidates_at(thresholds, calibration.confidence[m], calibration.right[m], share) for m in members]
+
+    if promise == "predicted":
+        found = {c: candidates_of([c], "overall")[0] for c in covered}
+        by_c = by_class(found, alpha, delta, lambda c, threshold, level: passes([c], threshold, level))
+    else:
+        order = candidate_order(candidates_of(covered, promise), alpha, delta)
+        threshold = fixed_sequence(order, lambda threshold: passes(covered, threshold, delta))
+        by_c = dict.fromkeys(covered, threshold)
+    thresholds = [by_c.get(c, math.inf) for c in range(n_classes)]
     rule = dataclasses.replace(rule, thresholds=tuple(thresholds), tests=tuple(tests))
     return rule if rule.certified else dataclasses.replace(rule, needed=_needed(calibration, rule))
 
@@ -227,40 +248,20 @@ def distance_bound(d: Floats, epsilon: float) -> float:
     return float(np.quantile(d, epsilon, method="lower")) if len(d) and epsilon > 0 else 0.0
 
 
-def _certify_group(
-    calibration: Evidence, held_out: Evidence, rule: CertifiedRule, group: list[int], delta: float, candidates: int
-) -> tuple[float, list[RuleTest]]:
-    """The loosest threshold that passes for predictions of these classes (infinite for none), and all tests made."""
-    known = rule.near_enough(calibration.d) & np.isin(calibration.predictions, group)
-    fresh = rule.near_enough(held_out.d) & np.isin(held_out.predictions, group)
-    share = len(held_out) / max(1, len(calibration))
-    order = candidate_order(calibration.confidence[known], calibration.right[known], share, rule.alpha, candidates)
-    certified, tests = math.inf, []
-    for threshold in order:
-        inside = fresh & (held_out.confidence >= threshold)
-        made = []
-        for name, members in _test_groups(rule.promise, group, held_out, inside):
-            n, errors = int(members.sum()), int((members & ~held_out.right).sum())
-            p_value = float(binom.cdf(errors, n, 1.0 - rule.alpha))  # nothing accepted proves nothing (1)
-            made.append(RuleTest(float(threshold), name, n, errors, p_value, p_value <= delta))
-        tests.extend(made)
-        if not all(test.passed for test in made):
-            break
-        certified = float(threshold)
-    return certified, tests
+def _tests(
+    held_out: Evidence, rule: CertifiedRule, group: Sequence[int], threshold: float, level: float
+) -> list[RuleTest]:
+    """The tests of one threshold for predictions of these classes."""
+    inside = rule.near_enough(held_out.d) & np.isin(held_out.predictions, group) & (held_out.confidence >= threshold)
+    made = []
+    for name, members in _test_groups(rule.promise, group, held_out, inside):
+        n, errors = int(members.sum()), int((members & ~held_out.right).sum())
+        p_value = float(binom.cdf(errors, n, 1.0 - rule.alpha))  # nothing accepted proves nothing (1)
+        made.append(RuleTest(float(threshold), name, n, errors, p_value, p_value <= level))
+    return made
 
 
-def _hopeful(calibration: Evidence, rule: CertifiedRule, group: list[int], held_out: int) -> bool:
-    """Whether the calibration points say that some threshold for these predictions could pass at level delta."""
-    known = rule.near_enough(calibration.d) & np.isin(calibration.predictions, group)
-    share = held_out / max(1, len(calibration))
-    _, p_values = _expected_tests(
-        calibration.confidence[known], calibration.right[known], share, rule.alpha, _CANDIDATES
-    )
-    return bool(len(p_values)) and float(p_values.min()) <= rule.delta
-
-
-def _test_groups(promise: Promise, group: list[int], held_out: Evidence, inside: Mask) -> list[tuple[str, Mask]]:
+def _test_groups(promise: Promise, group: Sequence[int], held_out: Evidence, inside: Mask) -> list[tuple[str, Mask]]:
     """The sets of accepted points whose accuracy is tested."""
     if promise == "overall":
         return [("all", inside)]
@@ -268,31 +269,6 @@ def _test_groups(promise: Promise, group: list[int], held_out: Evidence, inside:
     if promise == "class" and held_out.labels is not None:
         tested += [(f"true {c}", inside & (held_out.labels == c)) for c in group]
     return tested
-
-
-def candidate_order(confidence: Floats, right: Mask, share: float, alpha: float, most: int) -> Floats:
-    """Thresholds in the order in which they are tested: the first is the likeliest to pass, then looser and looser.
-
-    All of it follows from points that the tests do not use. `share`: held-out points for each of these points.
-    """
-    values, p_values = _expected_tests(confidence, right, share, alpha, most)
-    return values[int(np.argmin(p_values)) :] if len(values) else values
-
-
-def _expected_tests(confidence: Floats, right: Mask, share: float, alpha: float, most: int) -> tuple[Floats, Floats]:
-    """Candidate thresholds from strict to loose, and the p-value to expect of each."""
-    finite = np.isfinite(confidence)  # minus infinity marks q = 0, which is never accepted
-    confidence, right = confidence[finite], right[finite]
-    if not len(confidence):
-        return np.empty(0), np.empty(0)
-    values = np.unique(np.quantile(confidence, np.arange(most) / most, method="lower"))[::-1]
-    order = np.argsort(-confidence, kind="stable")
-    errors = np.concatenate([[0], np.cumsum(~right[order])])
-    accepted = np.searchsorted(-confidence[order], -values, side="right")
-    n = np.round(accepted * share)
-    # Half an error more than seen: a short clean stretch is no proof of perfection.
-    expected = np.ceil((errors[accepted] + 0.5) / np.maximum(accepted, 1) * n)
-    return np.asarray(values), np.asarray(binom.cdf(expected, n, 1.0 - alpha))
 
 
 def least_points(alpha: float, delta: float) -> int:

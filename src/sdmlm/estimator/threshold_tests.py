@@ -1,0 +1,160 @@
+"""Which thresholds of a score pass the test "at least alpha of what it accepts is right", and in which order they are tested.
+
+Candidates and their order follow from calibration points alone, so for the held-out points they are fixed beforehand.
+
+`fixed_sequence` tests one list of candidates, each at the full level, until one fails. Proof that it is wrong with probability
+at most delta: to certify a threshold of too low an accuracy, the first such threshold of the list must pass, and one exact
+test passes wrongly with probability at most delta.
+
+`by_class` certifies a threshold for each class. The K classes that have a fair chance get a list of candidates each. A class is
+done when all of its list have passed. Lists are tested in turn, each candidate at level delta / (number of classes that are not
+done): a class that is done leaves its level to the others (Holm's procedure, for lists). When all are done, looser candidates, and
+those of the classes without a list, follow as one fixed sequence at level delta.
+
+Proof: call a threshold bad if its accuracy is too low, and let T be the classes whose list has a bad one. If T is not empty: before
+the first bad threshold passes, none of T is done, so levels are at most delta / |T|; and that threshold is the first bad one of some
+list in T, for it passes only after all before it. So the probability that any bad threshold passes is at most |T| * delta / |T|. If T is
+empty, only the fixed sequence at the end can go wrong, with probability at most delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaln
+from scipy.stats import binom
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Passes = Callable[[int, float, float], bool]  # (class, threshold, level) -> whether the test passes
+
+_FAIR = 0.5  # the chance to pass from which a class gets a list of its own
+_PART = 0.5  # of the best chance in a list: it ends before candidates with less
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Thresholds from strict to loose, with what to expect of their tests.
+
+    `seen` and `errors`: calibration points that each accepts, and the wrong ones among them. `expected`: how many held-out
+    points it will accept.
+    """
+
+    thresholds: Floats
+    seen: Floats
+    errors: Floats
+    expected: Floats
+
+    def chances(self, alpha: float, level: float) -> Floats:
+        """The chance that each passes at this level, given its errors on calibration points.
+
+        The number of errors among n held-out points is beta-binomial, by Jeffreys' prior for the error rate.
+        """
+        n = self.expected
+        allowed = binom.ppf(level, n, 1.0 - alpha)  # the most errors with which the test passes, or one more
+        allowed = np.where(binom.cdf(allowed, n, 1.0 - alpha) <= level, allowed, allowed - 1)
+        chance = beta_binomial_cdf(np.maximum(allowed, 0), n, self.errors + 0.5, self.seen - self.errors + 0.5)
+        return np.where((n > 0) & (allowed >= 0), chance, 0.0)
+
+
+def beta_binomial_cdf(k: Floats, n: Floats, a: Floats, b: Floats) -> Floats:
+    """P(at most k of n), as scipy.stats.betabinom.cdf, which needs a hundred times as long for arrays."""
+    if not len(k):
+        return np.empty(0)
+    j = np.arange(int(k.max()) + 1)
+    n_, a_, b_ = n[:, None], a[:, None], b[:, None]
+    left = np.maximum(n_ - j, 0)
+    log_p = betaln(j + a_, left + b_) - betaln(a_, b_) - betaln(left + 1, j + 1) - np.log(n_ + 1)
+    return np.asarray(np.where(j <= np.minimum(k[:, None], n_), np.exp(log_p), 0.0).sum(axis=1).clip(max=1.0))
+
+
+def thresholds_of(confidence: Floats, most: int) -> Floats:
+    """At most so many quantiles of the confidence of calibration points, from strict to loose."""
+    finite = confidence[np.isfinite(confidence)]  # minus infinity marks q = 0, which is never accepted
+    if not len(finite):
+        return finite
+    return np.unique(np.quantile(finite, np.arange(most) / most, method="lower"))[::-1]
+
+
+def candidates_at(thresholds: Floats, confidence: Floats, right: Mask, share: float) -> Candidates:
+    """What these calibration points say of the thresholds. `share`: held-out points for each calibration point."""
+    order = np.argsort(-confidence, kind="stable")
+    errors = np.concatenate([[0], np.cumsum(~right[order])])
+    seen = np.searchsorted(-confidence[order], -thresholds, side="right")
+    return Candidates(thresholds, seen.astype(float), errors[seen].astype(float), np.round(seen * share))
+
+
+def candidate_order(found: Sequence[Candidates], alpha: float, level: float) -> Floats:
+    """The thresholds in the order in which they are tested: the likeliest to pass, then looser and looser.
+
+    `found`: the same thresholds for each group of points whose test must pass; the group with the least chance counts.
+    """
+    thresholds = found[0].thresholds
+    if not len(thresholds):
+        return thresholds
+    chances = np.min([one.chances(alpha, level) for one in found], axis=0)
+    return thresholds[int(np.argmax(chances)) :]
+
+
+def fixed_sequence(order: Floats, passes: Callable[[float], bool]) -> float:
+    """The last threshold before the first that fails; infinite if already the first one does."""
+    certified = np.inf
+    for threshold in order.tolist():
+        if not passes(threshold):
+            break
+        certified = threshold
+    return float(certified)
+
+
+def by_class(found: Mapping[int, Candidates], alpha: float, delta: float, passes: Passes) -> dict[int, float]:
+    """The certified threshold of each class (infinite for none); the module's text has the procedure and its proof."""
+    found = {c: one for c, one in found.items() if len(one.thresholds)}
+    best = {c: float(one.chances(alpha, delta).max()) for c, one in found.items()}
+    fair = [c for c in found if best[c] >= _FAIR] or sorted(found, key=lambda c: -best[c])[:1]
+    lists = {c: _first_list(found[c], alpha, delta / len(fair)) for c in fair}
+    at, tried = dict.fromkeys(fair, 0), dict.fromkeys(fair, 0.0)
+    certified = dict.fromkeys(found, np.inf)
+    waiting = list(fair)
+    while waiting:
+        level = delta / len(waiting)
+        stuck = [c for c in waiting if tried[c] >= level]  # failed at this level: only a higher one can help
+        if len(stuck) == len(waiting):
+            return certified
+        for c in (c for c in waiting if c not in stuck):
+            while at[c] < len(lists[c]) and passes(c, lists[c][at[c]], level):
+                certified[c] = lists[c][at[c]]
+                at[c] += 1
+            tried[c] = level
+        waiting = [c for c in waiting if at[c] < len(lists[c])]
+    for _, c, threshold in sorted(_looser(found, lists, alpha, delta)):
+        if not passes(c, threshold, delta):
+            break
+        certified[c] = threshold
+    return certified
+
+
+def _first_list(found: Candidates, alpha: float, level: float) -> list[float]:
+    """From the candidate with the best chance to pass, looser and looser while the chance is not much worse."""
+    chances = found.chances(alpha, level)
+    start = int(np.argmax(chances))
+    worse = np.flatnonzero(chances[start:] < _PART * chances[start])
+    end = start + int(worse[0]) if len(worse) else len(chances)
+    return [float(t) for t in found.thresholds[start : max(end, start + 1)]]
+
+
+def _looser(
+    found: Mapping[int, Candidates], lists: Mapping[int, list[float]], alpha: float, delta: float
+) -> list[tuple[float, int, float]]:
+    """(minus the chance to pass, class, threshold) of all other candidates; those of a class from strict to loose."""
+    rest = []
+    for c, one in found.items():
+        chances = one.chances(alpha, delta)
+        first = int(np.argmax(chances))
+        if c in lists:
+            first = int(np.searchsorted(-one.thresholds, -lists[c][-1], side="right"))
+        falling = np.minimum.accumulate(chances[first:]) - 1e-12 * np.arange(len(chances) - first)
+        rest += [(-float(p), c, float(t)) for p, t in zip(falling, one.thresholds[first:], strict=True)]
+    return rest
