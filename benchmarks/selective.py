@@ -6,7 +6,9 @@ Every data set is split 60 / 40 into points to fit on and test points, anew for 
 the certificate (as SDMEstimator does by itself); every method gets the same parts. Each method gives a prediction and a score
 for a point. A threshold on the score is certified at alpha 0.95 and delta 0.05, for all accepted ("overall") and for each
 predicted class ("predicted"). Columns: accuracy of all test points; AUROC of the score for right against wrong; coverage
-(the share accepted) and the accuracy among the accepted; the share of shifted points that is wrongly accepted.
+(the share accepted) and the accuracy among the accepted; the share of shifted points that is wrongly accepted. The lines of
+OUTPUT.jsonl have more: all measures of the score (`sdmlm.evaluation.metrics`), those of the probabilities for SDM and the logistic
+regression, and how well d and q' tell shifted points from known ones.
 
 Designs were chosen on the data sets of DEVELOPMENT (with other seeds); the others were only looked at with this script.
 Resumable: what is in OUTPUT.jsonl is not computed again. Writes OUTPUT.jsonl, OUTPUT.md and OUTPUT.svg.
@@ -29,7 +31,8 @@ from sdmlm import SDMEstimator
 from sdmlm.estimator.acceptance import Promise, least_points
 from sdmlm.estimator.splits import held_out_split
 from sdmlm.evaluation.certified import rival_methods, sdm_method
-from sdmlm.evaluation.metrics import aurc, auroc, fpr_at_95, shift_auroc
+from sdmlm.evaluation.embedding_baselines import fit_logistic
+from sdmlm.evaluation.metrics import calibration_measures, fpr_at_95, score_measures, shift_auroc
 
 ALPHA, DELTA = 0.95, 0.05
 PROMISES: tuple[Promise, ...] = ("overall", "predicted")
@@ -85,20 +88,21 @@ def run(data: DataSet, seed: int) -> list[dict[str, Any]]:
             line[f"{promise} shifted"] = float(np.mean(wrong))
         if name == "SDM":
             line["seconds"] = seconds
-            line["shift AUROC of d"] = float(np.mean([shift_auroc(new.d, e.d) for e in away.values()]))
-            line["shift FPR95 of d"] = float(np.mean([fpr_at_95(new.d, e.d) for e in away.values()]))
+            line |= calibration_measures(scores.p, y_test)
+            for signal in ("d", "q_prime"):
+                known, far = getattr(scores, signal), [getattr(e, signal) for e in shifted.values()]
+                line[f"shift AUROC of {signal}"] = float(np.mean([shift_auroc(known, f) for f in far]))
+                line[f"shift FPR95 of {signal}"] = float(np.mean([fpr_at_95(known, f) for f in far]))
+            line["known points below the Distance bound"] = 1 - float(rule.near_enough(new.d).mean())
+        if name == "logistic regression":
+            line |= calibration_measures(fit_logistic((X, y)).predict_proba(X_test), y_test)
         lines.append(line)
     return sorted(lines, key=lambda line: line["method"] != "SDM")
 
 
 def _quality(score: Floats, prediction: Ints, y: Ints) -> dict[str, float]:
     right, finite = prediction == y, np.where(np.isfinite(score), score, -1e9)
-    both = 0 < right.mean() < 1
-    return {
-        "accuracy": float(right.mean()),
-        "AUROC": auroc(finite, right) if both else float("nan"),
-        "AURC": aurc(finite, right),
-    }
+    return {"accuracy": float(right.mean()), **score_measures(finite, right)}
 
 
 def _outcome(promise: str, accepted: NDArray[np.bool_], right: NDArray[np.bool_]) -> dict[str, Any]:
@@ -126,8 +130,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         groups = part.groupby("method", sort=False)
         columns = [
             "accuracy",
-            "AUROC",
-            "AURC",
+            "auroc",
+            "aurc",
             "overall coverage",
             "overall shifted",
             "predicted coverage",

@@ -27,7 +27,7 @@ from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wi
 Matrix = NDArray[np.float32]
 Texts = list[tuple[str, int]]
 
-TEXT_SETS = ("polarity", "statements", "docstrings")
+TEXT_SETS = ("polarity", "statements", "docstrings", "topics", "sources")
 PACKAGES = ("sklearn", "torch", "transformers", "scipy", "matplotlib", "pandas", "fastapi", "datasets")
 N_TEXTS = 3000
 
@@ -108,6 +108,34 @@ def _moons() -> DataSet:
     return with_corrupted("moons", np.hstack([X, rng.normal(size=(len(X), 4))]), y)
 
 
+def _gaussians() -> DataSet:
+    """Four classes with means and covariances of their own; the last is the unseen one."""
+    rng = np.random.default_rng(5)
+    parts = [rng.normal(size=(1500, 12)) @ rng.normal(size=(12, 12)) * 0.45 + 3 * rng.normal(size=12) for _ in range(4)]
+    return with_unseen("4 Gaussians", np.concatenate(parts), np.repeat(np.arange(4), 1500), unseen=1)
+
+
+def _large() -> DataSet:
+    X, y = make_classification(
+        8000, 30, n_informative=15, n_classes=4, n_clusters_per_class=1, class_sep=2.0, random_state=6
+    )
+    return with_corrupted("4 classes, 8,000 points", X, y)
+
+
+def _rare() -> DataSet:
+    X, y = make_classification(
+        5000,
+        25,
+        n_informative=12,
+        n_classes=3,
+        n_clusters_per_class=1,
+        weights=[0.6, 0.32, 0.08],
+        class_sep=2.0,
+        random_state=7,
+    )
+    return with_corrupted("a rare class", X, y)
+
+
 TABLES: tuple[Callable[[], DataSet], ...] = (
     _digits,
     _breast_cancer,
@@ -117,6 +145,9 @@ TABLES: tuple[Callable[[], DataSet], ...] = (
     _many_classes,
     _clusters,
     _moons,
+    _gaussians,
+    _large,
+    _rare,
 )
 
 
@@ -134,11 +165,23 @@ def read_texts(kind: str, data: Path) -> tuple[Texts, Texts]:
             for line in (data / "sentiment" / f"sentence_polarity.{end}").read_text(encoding="utf-8").splitlines()
             if line.strip()
         ]
-    elif kind == "statements":
+    elif kind in ("statements", "topics"):
         files = sorted((data / "true_false").glob("*.csv"))
         read = {f.stem: list(csv.DictReader(f.open(encoding="utf-8-sig", newline=""))) for f in files}
-        shifted = [(r["statement"], int(r["label"])) for r in read.pop("generated")]
-        rows = [(r["statement"], int(r["label"])) for part in read.values() for r in part]
+        generated = read.pop("generated")
+        if kind == "statements":  # is it true
+            shifted = [(r["statement"], int(r["label"])) for r in generated]
+            rows = [(r["statement"], int(r["label"])) for part in read.values() for r in part]
+        else:  # what is it about; one topic is unseen
+            shifted = [(r["statement"], -1) for r in read.pop("inventions")]
+            rows = [(r["statement"], label) for label, part in enumerate(read.values()) for r in part]
+    elif kind == "sources":  # where a line comes from; the unseen class are Harvard sentences
+        read_lines = {
+            name: [line.strip() for line in (data / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+            for name in ("wikipedia.txt", "tinystories.txt", "sentiment/sentence_polarity.pos", "harvard.txt")
+        }
+        shifted = [(line, -1) for line in read_lines.pop("harvard.txt")]
+        rows = [(line, label) for label, lines in enumerate(read_lines.values()) for line in rng.sample(lines, 1000)]
     else:
         found = [(text, label) for label, name in enumerate(PACKAGES) for text in _docstrings(name, 500)]
         rows = [(text, label) for text, label in found if label < 6]
@@ -261,7 +304,7 @@ def text_sets(cache: Path) -> Iterator[DataSet]:
                 if f"{part}_X" in arrays:
                     X = arrays[f"{part}_X"]
                     shifts[names[part]] = X, arrays[f"{part}_y"], np.arange(len(X)) if part == "shuffled" else None
-            if path.stem.startswith("docstrings"):
+            if path.stem.startswith(("docstrings", "topics", "sources")):
                 shifts = {("unseen classes" if k == "other topics" else k): v for k, v in shifts.items()}
             yield DataSet(path.stem, arrays["points_X"], arrays["points_y"], shifts)
 

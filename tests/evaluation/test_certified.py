@@ -26,7 +26,7 @@ def methods() -> dict[str, Method]:
 def test_known_evidence_of_the_rivals_is_out_of_sample(methods: dict[str, Method]) -> None:
     """The scores that order the candidates come from models that did not see the point: they differ from the final ones."""
     X, y = blobs(500, 0)
-    for name in ("logistic regression", "k-NN distance", "Mahalanobis", "relative Mahalanobis"):
+    for name in ("logistic regression", "VBLL", "k-NN distance", "Mahalanobis", "relative Mahalanobis"):
         known, now = methods[name].known, methods[name].score(X)
         assert len(known) == len(X)
         assert not np.allclose(known.confidence, now.confidence)

@@ -1,4 +1,4 @@
-"""`sdmlm verify`: verdicts on given answers."""
+"""`sdmlm verify`: verdicts on answers that somebody else wrote."""
 
 from __future__ import annotations
 
