@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 install: $(READY)  ## into .venv; then `. .venv/bin/activate` puts `sdmlm` on the path
 
-test: lint docs  ## lint, the documentation site, and every test: the pages' code, the docstrings' examples, the wheel
+test: lint docs  ## lint, the documentation site, and every test: the code of the pages, the examples of docstrings, the wheel
 	$(PYTEST)
 
 lint: $(READY)  ## ruff; mypy, strict over the code and lenient over the tests; the order of the packages

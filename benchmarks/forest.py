@@ -58,7 +58,11 @@ def spread_lines(path: Path, name: str) -> list[Line]:
 def variant_lines(path: Path, name: str) -> list[Line]:
     """From a file of benchmarks/loss_variants.py: each variant against cross-entropy."""
     stored, lines = json.loads(unpacked(path)), []
-    for variant, words in (("sdm", "SDM loss"), ("crossfit", "cross-fitted bases"), ("through", "and through the verdict")):
+    for variant, words in (
+        ("sdm", "SDM loss"),
+        ("crossfit", "cross-fitted bases"),
+        ("through", "and through the verdict"),
+    ):
         for a, alpha in enumerate(stored["alphas"]):
             shares: dict[str, dict[int, float]] = {"ce": {}, variant: {}}
             for run in stored["runs"]:

@@ -75,7 +75,11 @@ class CrossFitted(SDMTrainer):
         rows, own_entry = torch.arange(len(h)), torch.from_numpy(self._own_entry)
         published, crossed = loss_bases(self.training_layer, h, labels, own_entry), self.bases(h, labels, rows)
         kinds = np.array([d.source for d in self._documents])
-        parts = {"all": np.ones(len(h), bool), "trained on": (own_entry >= 0).numpy(), "held out": (own_entry < 0).numpy()}
+        parts = {
+            "all": np.ones(len(h), bool),
+            "trained on": (own_entry >= 0).numpy(),
+            "held out": (own_entry < 0).numpy(),
+        }
         parts |= {kind: kinds == kind for kind in ("positive", "static", "generated")}
         made = [
             (name, int(part.sum()), *(base[part].quantile(torch.tensor([0.05, 0.5], dtype=base.dtype)).tolist()), float(base[part].mean()))
@@ -98,9 +102,7 @@ class Through(SDMTrainer):
         assert self.training_layer is not None
         states, head = states_of(lm, inputs), lm.get_output_embeddings()
         base = self._base_from(states, inputs)
-        loss = sdm_loss_from_hidden(
-            states, head.weight, inputs["labels"], base, num_items, head.bias, self._transform
-        )
+        loss = sdm_loss_from_hidden(states, head.weight, inputs["labels"], base, num_items, head.bias, self._transform)
         h = summarize(states, inputs["verified_at"], inputs["attention_mask"])
         layer, own_entry = self.training_layer.layers_[0], torch.from_numpy(self._own_entry[inputs["rows"].numpy()])
         with torch.no_grad():
@@ -112,9 +114,16 @@ class Through(SDMTrainer):
         return loss + WEIGHT * verdict.mean()
 
 
-def fine_tune(variant: str, seed: int, train: Sequence[Any], calibration: Sequence[Any], epochs: int, folder: str) -> Any:
+def fine_tune(
+    variant: str, seed: int, train: Sequence[Any], calibration: Sequence[Any], epochs: int, folder: str
+) -> Any:
     """A trainer after training, without the final layer."""
-    settings = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, "alpha": 0.9}
+    settings = {
+        "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-3,
+        "alpha": 0.9,
+    }
     settings |= {"exemplar_dim": 256, "sdm_epochs": 50, "sdm_learning_rate": 3e-3, "num_train_epochs": epochs}
     quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 10, "use_cpu": True}
     quiet |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
@@ -186,7 +195,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     settings = {name: getattr(args, name) for name in ("rows", "calibration_rows", "test_rows", "epochs", "layers")}
-    stored = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {"settings": settings, "runs": []}
+    stored = (
+        json.loads(args.output.read_text(encoding="utf-8"))
+        if args.output.exists()
+        else {"settings": settings, "runs": []}
+    )
     if stored["settings"] != settings:
         raise SystemExit(f"{args.output} was made with other settings: name another file.")
     sizes = {"train": args.rows, "calibration": args.calibration_rows, "test": args.test_rows}

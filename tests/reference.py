@@ -1,7 +1,8 @@
-"""The method again, from the spec, slowly: plain Python loops and NumPy in double precision. Tests compare against it."""
+"""The formulas again, written as plain, slow loops in double precision, from docs/method.md and the papers. Tests compare with them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -119,3 +120,117 @@ def balanced_cross_entropy(z, y):
     losses = [-math.log(math.exp(row[c]) / sum(math.exp(v) for v in row)) for row, c in zip(z, y, strict=True)]
     by_class = [[loss for loss, c in zip(losses, y, strict=True) if c == k] for k in sorted(set(y))]
     return sum(sum(own) / len(own) for own in by_class) / len(by_class)
+
+
+# The next-token loss
+
+
+def next_token_loss(logits, labels, base):
+    """Eq. 1, one token at a time in double precision: the sum, and the number of tokens that count."""
+    total, count = 0.0, 0
+    for n, b in enumerate(base.double().tolist()):
+        for i in range(labels.shape[1] - 1):
+            target = int(labels[n, i + 1])
+            if target != -100:
+                z = logits[n, i].double().tolist()
+                total -= math.log(b ** z[target] / sum(b**v for v in z), b)
+                count += 1
+    return total, count
+
+
+# The summary vector
+
+
+def summary(states, at, mask):
+    kept = [states[i].tolist() for i in range(at + 1) if mask[i]]
+    return [*states[at].tolist(), *np.mean(kept, axis=0)]
+
+
+# The region of a search
+
+
+def verified_region(finals, q_min, psi, alpha):
+    """One threshold after the other: `finals` are (q', output for Yes, label)."""
+    if math.isinf(q_min):
+        return math.inf
+    starts = sorted({q_min * k for k in (1, 2, 4, 8, 16)})
+    for start in starts:
+        labels = [y for q, yes, y in finals if q >= start - min(1e-4 * start, 0.1) and yes >= psi - 1e-5]
+        n, wrong = len(labels), labels.count(0)
+        chance = sum(math.comb(n, k) * (1 - alpha) ** k * alpha ** (n - k) for k in range(wrong + 1))
+        if chance <= 0.05 / len(starts):
+            return start
+    return math.inf
+
+
+# Measures of a score
+
+
+def risks(order):
+    return [sum(not right for right in order[:k]) / k for k in range(1, len(order) + 1)]
+
+
+def aurc(points):
+    """The mean over all orders of points of equal score, one order at a time."""
+    groups = [[right for s, right in points if s == score] for score in sorted({s for s, _ in points}, reverse=True)]
+    orders = itertools.product(*(set(itertools.permutations(group)) for group in groups))
+    areas = [np.mean(risks([right for group in order for right in group])) for order in orders]
+    return float(np.mean(areas))
+
+
+def calibration_error(confidence, correct, bins):
+    total = 0.0
+    for b in range(bins):
+        inside = [(c, r) for c, r in zip(confidence, correct, strict=True) if min(int(c * bins), bins - 1) == b]
+        if inside:
+            gap = sum(r for _, r in inside) / len(inside) - sum(c for c, _ in inside) / len(inside)
+            total += len(inside) / len(confidence) * abs(gap)
+    return total
+
+
+# Conformal sets
+
+
+def softmax(row):
+    top = max(row)
+    powers = [math.exp(v - top) for v in row]
+    return [v / sum(powers) for v in powers]
+
+
+def conformal_score(row, label, u, penalty, k_reg):
+    """The RAPS score by its definition: walk down the ranking until the class is met."""
+    p = softmax(row)
+    ranking = sorted(range(len(row)), key=lambda c: (-row[c], c))
+    mass = 0.0
+    for rank, c in enumerate(ranking, start=1):
+        if c == label:
+            return mass + u * p[c] + penalty * max(rank - k_reg, 0)
+        mass += p[c]
+    raise AssertionError
+
+
+def conformal_sets(z, y, z_new, alpha, penalty, k_reg, seed):
+    u = np.random.default_rng([seed, 0]).random(len(z)).tolist()
+    scores = sorted(conformal_score(z[i].tolist(), int(y[i]), u[i], penalty, k_reg) for i in range(len(z)))
+    # The smallest k with k / (n + 1) >= alpha, by counting; beyond n the threshold is infinite.
+    k = next(k for k in range(1, len(z) + 2) if k >= (len(z) + 1) * alpha - 1e-9)
+    tau = scores[k - 1] if k <= len(z) else math.inf
+    u_new = np.random.default_rng([seed, 1]).random(len(z_new)).tolist()
+    return [
+        {c for c in range(z.shape[1]) if conformal_score(row, c, u_new[i], penalty, k_reg) <= tau}
+        for i, row in enumerate(z_new.tolist())
+    ]
+
+
+# A cell of the experiments' tables
+
+
+def group_cell(points, group):
+    """Accuracy, n/|D| and n of a group, one point at a time."""
+    n = right = 0
+    for y, y_hat, admitted in points:
+        value = {"y": y, "y_hat": y_hat}.get(group.split("=")[0])
+        if admitted and (group == "all" or value == int(group[-1])):
+            n += 1
+            right += y == y_hat
+    return (right / n if n else None), n / len(points), n

@@ -72,10 +72,17 @@ def test_the_wheel_works_away_from_the_source_tree(installed: Path, tmp_path: Pa
     page = "from importlib.resources import files; print(len(files('sdmlm.server').joinpath('page/index.html').read_text()))"
     assert int(run([installed / "python", "-c", page], tmp_path)) > 0
     assert "accepted" in run([installed / "sdmlm", "demo", "--digits", "--output", "digits"], tmp_path).lower()
-    # The base model, the tasks and the language-model half; the whole `demo --fast` takes minutes and runs in the wheel job
-    # of .github/workflows, in an environment that is empty before.
     sizes = ["--train", "32", "--calibration", "32", "--test", "2", "--shifted", "2"]
     run([installed / "sdmlm", "data", "word-ordering", "--sentences", "demo", "--output", "rows", *sizes], tmp_path)
     rows = ["--data", "rows/train.jsonl", "--calibration", "rows/calibration.jsonl"]
     train = [installed / "sdmlm", "train", "--model", "demo", *rows, "--output", "lm", "--use-cpu", "--dry-run"]
     assert "nothing was trained" in run(train, tmp_path)
+
+
+@pytest.mark.timeout(900)  # it trains two models: 80 seconds on a free machine
+def test_the_wheel_runs_the_fast_demo(installed: Path, tmp_path: Path) -> None:
+    shown = run([installed / "sdmlm", "demo", "--fast", "--output", "demo"], tmp_path)
+    assert "Try next" in shown
+    assert {"report.html", "tables.csv", "verified", "sdm_hn", "ce_hn"} <= {
+        p.name for p in (tmp_path / "demo").iterdir()
+    }

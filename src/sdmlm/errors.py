@@ -1,4 +1,4 @@
-"""The errors that callers tell apart by type. All of them are ValueErrors: bad input, told in one sentence."""
+"""Error types. All are ValueErrors about bad input, with a message of one sentence; callers distinguish them by type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class SDMError(ValueError):
 
 
 class BadSetting(SDMError):
-    """A setting with a value that cannot be used; `name` is the setting and `problem` the rest of the sentence."""
+    """A setting whose value cannot be used; `name` is the setting and `problem` the rest of the sentence."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} {problem}")

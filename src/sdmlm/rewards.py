@@ -21,7 +21,7 @@ _ARGUMENTS = ("prompt", "prompts", "completion", "completions")
 
 
 def exact_match(prompts: Sequence[Any], completions: Sequence[Any], chosen: Sequence[Any], **columns: Any) -> list[int]:
-    """1 where a completion is the text of `chosen`, outer white space apart.
+    """1 where a completion equals the text of `chosen`, apart from white space at its ends.
 
     >>> exact_match(["Say hi.", "Say hi."], [" hi", "ho"], chosen=["hi", "hi"])
     [1, 0]
@@ -55,7 +55,7 @@ def load_reward(reward: str | Reward | None) -> Reward:
 
 
 def single_reward(given: Reward | str | Sequence[Reward | str] | None) -> Reward:
-    """The reward, which TRL's trainers take as a list."""
+    """The reward as a callable; like TRL's trainers, this also takes a list, but only of one."""
     if isinstance(given, (list, tuple)):
         if len(given) != 1:
             raise ValueError(f"SDMTrainer takes one reward, got {len(given)}: combine them in one function.")
@@ -71,7 +71,7 @@ def load_module(name: str, what: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{what}: there is no module {error.name!r} to import.") from error
-    except Exception as error:  # whatever that module does
+    except Exception as error:  # the module may raise anything
         raise ValueError(f"{what}: importing {name!r} fails ({type(error).__name__}: {error}).") from error
 
 
@@ -127,7 +127,7 @@ def apply_reward(
         return []
     names = dict.fromkeys([*columns_of_all, *(name for row in rows for name in row)])
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names if name not in _ARGUMENTS}
-    for name in ("chosen", "rejected"):  # the tags are ours: a reward never sees them
+    for name in ("chosen", "rejected"):  # sdmlm adds the tags; a reward never sees them
         if name in columns:
             columns[name] = [_like(row[name], tags.strip_suffix(completion_text(row[name]))) for row in rows]
     completions = [_like(row.get("chosen", body), body) for row, body in zip(rows, bodies, strict=True)]
@@ -144,7 +144,7 @@ def apply_reward(
             f"Reward {name} returned {len(answers)} values for {len(rows)} completions: one each is needed."
         )
     for n, answer in enumerate(answers):
-        # Equality takes True, 1.0 and NumPy's or torch's scalars too.
+        # == also accepts True, 1.0 and scalars of NumPy or torch.
         if isinstance(answer, str) or not (answer == 0 or answer == 1):
             raise ValueError(f"Reward {name} returned {answer!r} for completion {n}: only 0 and 1 are allowed.")
     return [int(answer) for answer in answers]

@@ -61,7 +61,7 @@ def test_scoring_what_was_fitted_over_is_remarked_on(tmp_path: Path, capsys: pyt
     assert main(["fit", train, "--output", str(tmp_path / "est"), *SMALL]) == 0
     capsys.readouterr()
     assert main(["score", str(tmp_path / "est"), train]) == 0
-    assert "100% of the first points were fitted over" in capsys.readouterr().err
+    assert "100% of the first points were used for fitting" in capsys.readouterr().err
     assert main(["score", str(tmp_path / "est"), new]) == 0
     assert capsys.readouterr().err == ""
 

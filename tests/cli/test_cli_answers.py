@@ -51,7 +51,7 @@ def test_compare_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert ("answers to other prompts", "self-consistency") not in scores  # there is nothing to sample
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert "Self-consistency writes 2 more answers" in shown
+    assert "Self-consistency generates 2 more answers" in shown
     assert "held-out prompts rightly" in shown
 
 

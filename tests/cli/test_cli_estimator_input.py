@@ -55,7 +55,7 @@ def test_no_label_error_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["fit", str(tmp_path / "train.npz"), "--output", str(tmp_path / "e"), "--rounds", "1"]) == 0
     capsys.readouterr()
     assert main(["explain", str(tmp_path / "e"), "--label-errors"]) == 0
-    assert "No label contradicts its neighbourhood." in capsys.readouterr().out
+    assert "No label is suspected to be wrong." in capsys.readouterr().out
 
 
 def test_rows_or_label_errors(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,7 @@ def test_search(folder: Path, here: Path, capsys: pytest.CaptureFixture[str], mo
     assert facts == strict_json(to_json({"model": "model", **summary(expected)}))
     assert main(calibrate) == 0
     out, err = capsys.readouterr()
-    assert "tries a prompt" in unwrapped(out)
+    assert "tries per prompt" in unwrapped(out)
     assert err == ""
     assert main(["report", "model", "--output", "model.html"]) == 0
     row = re.search(r"resample, budget 2.*?</tr>", (here / "model.html").read_text(), re.DOTALL)

@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from adversary_benchmark import adversary
+from benchmark_modules import benchmark
 from rich.console import Console
 
 from sdmlm import SDMLanguageModel
@@ -108,7 +108,7 @@ def test_it_learns_in_a_minute_what_the_base_model_cannot_do(demo: tuple[Path, s
 def test_it_explains(demo: tuple[Path, str]) -> None:
     folder, shown = demo
     assert "The first of the test answers that is rejected" in shown
-    assert re.search(r"near it, at [\d.]+:.*?, which\s+is\s+(right|wrong)\s+for\s", shown, re.DOTALL)
+    assert re.search(r"similar, at distance [\d.]+:.*?, which\s+is\s+(right|wrong)\s+for\s", shown, re.DOTALL)
     assert re.search(r"The verdict on it is (Yes|No)\.\s+It is (right\.|wrong; the sentence was: )", shown)
     assert shown.index('"test" are 200 unseen sentences') < shown.index("Selective classification")
     assert re.search(r"^SDM \+ HN: epoch 1\.\d, loss", shown, re.MULTILINE)  # progress in a log
@@ -136,7 +136,7 @@ def test_its_examples_are_the_answers_that_were_evaluated(demo: tuple[Path, str]
 
 def test_forged_turns_are_not_verified(demo: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller version of the table in docs/security.md. At the demo's own alpha the fast model verifies nothing."""
-    module, alpha = adversary(), 0.6
+    module, alpha = benchmark("adversary"), 0.6
     lm = SDMLanguageModel.from_pretrained(demo[0] / "sdm_hn")
     lines = (demo[0] / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     rows = [json.loads(line) for line in lines]
@@ -195,7 +195,7 @@ def test_an_earlier_demo_comes_back_when_the_next_one_fails(tmp_path: Path, monk
 
     def stopped(*_: object) -> None:
         assert {p.name for p in home.iterdir()} == {"demo.json", ".before"}
-        with pytest.raises(ValueError, match="Another demo is at work"):
+        with pytest.raises(ValueError, match="Another demo is running"):
             word_ordering_demo.run_demo(str(home), True, Console())
         raise KeyboardInterrupt
 
@@ -231,7 +231,7 @@ def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {p.name for p in tmp_path.iterdir()} == {"precious"}
     (tmp_path / "demo.json").write_text("{}")  # a demo to which somebody has added something of their own
     assert main(["demo", "--fast", "--output", str(tmp_path)]) == 2
-    assert "precious is not of a demo: move it" in capsys.readouterr().err
+    assert "precious is no part of a demo: move it" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"precious", "demo.json"}
 
 

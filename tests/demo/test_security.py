@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from adversary_benchmark import adversary
+from benchmark_modules import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", ["adversary-demo", "adversary-demo-ce"])
 def test_the_tables_are_those_of_their_files(name: str) -> None:
-    module = adversary()
+    module = benchmark("adversary")
     figures = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
     results = [module.Result(**line) for line in figures["results"]]
     assert module.table(results) in (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import reference as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,39 +30,6 @@ FAST = {"exemplar_dim": 16, "epochs": 40, "learning_rate": 1e-3, "rounds": 1, "p
 LOGIT_BASELINES = [NoReject, SoftmaxThreshold, TemperatureScaling, APS, RAPS]
 
 
-def slow_softmax(row: list[float]) -> list[float]:
-    top = max(row)
-    powers = [math.exp(v - top) for v in row]
-    return [v / sum(powers) for v in powers]
-
-
-def slow_score(row: list[float], label: int, u: float, penalty: float, k_reg: int) -> float:
-    """The RAPS score by its definition: walk down the ranking until the class is met."""
-    p = slow_softmax(row)
-    ranking = sorted(range(len(row)), key=lambda c: (-row[c], c))
-    mass = 0.0
-    for rank, c in enumerate(ranking, start=1):
-        if c == label:
-            return mass + u * p[c] + penalty * max(rank - k_reg, 0)
-        mass += p[c]
-    raise AssertionError
-
-
-def slow_sets(
-    z: np.ndarray, y: np.ndarray, z_new: np.ndarray, alpha: float, penalty: float, k_reg: int, seed: int
-) -> list[set[int]]:
-    u = np.random.default_rng([seed, 0]).random(len(z)).tolist()
-    scores = sorted(slow_score(z[i].tolist(), int(y[i]), u[i], penalty, k_reg) for i in range(len(z)))
-    # The smallest k with k / (n + 1) >= alpha, by counting; beyond n the threshold is infinite.
-    k = next(k for k in range(1, len(z) + 2) if k >= (len(z) + 1) * alpha - 1e-9)
-    tau = scores[k - 1] if k <= len(z) else math.inf
-    u_new = np.random.default_rng([seed, 1]).random(len(z_new)).tolist()
-    return [
-        {c for c in range(z.shape[1]) if slow_score(row, c, u_new[i], penalty, k_reg) <= tau}
-        for i, row in enumerate(z_new.tolist())
-    ]
-
-
 def draw(rng: np.random.Generator, n: int, n_classes: int, sharpness: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
     """Logits and labels drawn from their softmax, then distorted so that the model is overconfident."""
     z = rng.normal(size=(n, n_classes)) * sharpness
@@ -78,7 +46,7 @@ def test_conformal_sets_agree_with_the_definition(n_classes: int, penalty: float
         z, y = draw(rng, n, n_classes)
         z_new, _ = draw(rng, 50, n_classes)
         model = RAPS(alpha, penalty, k_reg, seed).fit(z, y)
-        expected = slow_sets(z, y, z_new, alpha, penalty, k_reg, seed)
+        expected = slow.conformal_sets(z, y, z_new, alpha, penalty, k_reg, seed)
         assert [set(np.flatnonzero(row)) for row in model.sets(z_new)] == expected
         predictions, accepted = model.accept(z_new)
         assert accepted.tolist() == [len(s) == 1 for s in expected]
@@ -126,7 +94,7 @@ def test_temperature_minimises_the_nll() -> None:
         temperature = TemperatureScaling().fit(z, y).temperature_
 
         def nll(t: float, z: np.ndarray = z, y: np.ndarray = y) -> float:
-            return -sum(math.log(slow_softmax((row / t).tolist())[c]) for row, c in zip(z, y, strict=True)) / len(y)
+            return -sum(math.log(slow.softmax((row / t).tolist())[c]) for row, c in zip(z, y, strict=True)) / len(y)
 
         grid = [temperature * factor for factor in (0.9, 0.99, 1.01, 1.1)]
         assert all(nll(temperature) < nll(t) for t in grid)
@@ -206,8 +174,8 @@ def test_sdm_rules_follow_their_formulas(estimator: SDMEstimator) -> None:
     scores = estimator.score(X)
     by_softmax, by_sdm = [], []
     for z, d, q in zip(scores.z.tolist(), scores.d.tolist(), scores.q.tolist(), strict=True):
-        by_softmax.append(max(slow_softmax([d * v for v in z])) >= 0.9)
-        by_sdm.append(max(slow_softmax([d * math.log(2 + q) * v for v in z])) >= 0.9)
+        by_softmax.append(max(slow.softmax([d * v for v in z])) >= 0.9)
+        by_sdm.append(max(slow.softmax([d * math.log(2 + q) * v for v in z])) >= 0.9)
     expected = {
         DistanceSoftmax(estimator): by_softmax,
         SDMThreshold(estimator): by_sdm,

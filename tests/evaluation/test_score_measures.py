@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
+import reference as slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import brier_score_loss, roc_auc_score, roc_curve
@@ -17,29 +17,17 @@ from sdmlm.evaluation import metrics
 problems = st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=25)
 
 
-def slow_risks(order: list[bool]) -> list[float]:
-    return [sum(not right for right in order[:k]) / k for k in range(1, len(order) + 1)]
-
-
-def slow_aurc(points: list[tuple[int, bool]]) -> float:
-    """The mean over all orders of points of equal score, one order at a time."""
-    groups = [[right for s, right in points if s == score] for score in sorted({s for s, _ in points}, reverse=True)]
-    orders = itertools.product(*(set(itertools.permutations(group)) for group in groups))
-    areas = [np.mean(slow_risks([right for group in order for right in group])) for order in orders]
-    return float(np.mean(areas))
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
 def test_aurc_is_the_mean_over_all_orders_of_ties(points: list[tuple[int, bool]]) -> None:
-    assert metrics.aurc(*zip(*points, strict=True)) == pytest.approx(slow_aurc(points))
+    assert metrics.aurc(*zip(*points, strict=True)) == pytest.approx(slow.aurc(points))
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems)
 def test_measures_agree_with_plain_counting(points: list[tuple[int, bool]]) -> None:
     scores, correct = (list(values) for values in zip(*points, strict=True))
-    best = slow_risks(sorted(correct, reverse=True))
+    best = slow.risks(sorted(correct, reverse=True))
     assert metrics.excess_aurc(scores, correct) == pytest.approx(metrics.aurc(scores, correct) - np.mean(best))
     assert metrics.auarc(scores, correct) == pytest.approx(1 - metrics.aurc(scores, correct))
     for target in (0.5, 0.9, 0.95):
@@ -70,25 +58,15 @@ def test_prr_is_one_for_the_ideal_order_and_about_zero_for_chance() -> None:
     assert metrics.prediction_rejection_ratio([4, 3, 2, 1], [True, False, True, False]) == pytest.approx(by_hand)
 
 
-def slow_ece(confidence: list[float], correct: list[bool], bins: int) -> float:
-    total = 0.0
-    for b in range(bins):
-        inside = [(c, r) for c, r in zip(confidence, correct, strict=True) if min(int(c * bins), bins - 1) == b]
-        if inside:
-            gap = sum(r for _, r in inside) / len(inside) - sum(c for c, _ in inside) / len(inside)
-            total += len(inside) / len(confidence) * abs(gap)
-    return total
-
-
 def test_calibration_measures_agree_with_plain_counting_and_scikit_learn() -> None:
     rng = np.random.default_rng(1)
     p = rng.dirichlet([1, 2, 3], 400)
     y = np.array([rng.choice(3, p=row) for row in p])
     right = p.argmax(axis=1) == y
     assert metrics.expected_calibration_error(p.max(axis=1), right) == pytest.approx(
-        slow_ece(p.max(axis=1).tolist(), right.tolist(), 15)
+        slow.calibration_error(p.max(axis=1).tolist(), right.tolist(), 15)
     )
-    by_class = [slow_ece(p[:, c].tolist(), (y == c).tolist(), 15) for c in range(3)]
+    by_class = [slow.calibration_error(p[:, c].tolist(), (y == c).tolist(), 15) for c in range(3)]
     assert metrics.class_wise_calibration_error(p, y) == pytest.approx(np.mean(by_class))
     expected = np.mean([sum((row[c] - (label == c)) ** 2 for c in range(3)) for row, label in zip(p, y, strict=True)])
     assert metrics.brier_score(p, y) == pytest.approx(expected)

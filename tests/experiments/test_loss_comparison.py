@@ -57,7 +57,7 @@ def test_comparison_at_other_alphas_agrees_with_counting(found: Tables) -> None:
 def test_one_seed_has_the_paired_interval_over_prompts() -> None:
     rng = np.random.default_rng(3)
     a, b = rng.random(400) < 0.5, rng.random(400) < 0.45
-    b[:200] = a[:200]  # the same prompts are admitted by both
+    b[:200] = a[:200]  # the same prompts are accepted by both
     pair = [scripted("sdm_hn", 0, a.tolist(), [True] * 400), scripted("ce_hn", 0, b.tolist(), [True] * 400)]
     (found,) = compare_losses(pair, bootstrap=20_000)
     slow = []
@@ -82,18 +82,18 @@ def test_statements_say_what_the_numbers_say() -> None:
     more = [yes[:50] + no[: 50 - i] + yes[:i] for i in range(FEW)]
     less = [yes[:10] + no[:90] for _ in range(FEW)]
     says = statement(more, less, yes)
-    assert "sdm_hn admits 52.0% of the generations and ce_hn 10.0%: +42.0 points" in says
+    assert "sdm_hn accepts 52.0% of the generations and ce_hn 10.0%: +42.0 points" in says
     assert f"more in {FEW} of {FEW}" in says
     assert says.endswith(
-        f"below alpha = 0.95 in 0 of {FEW} with sdm_hn and in 0 of {FEW} with ce_hn. Here sdm_hn admits more."
+        f"below alpha = 0.95 in 0 of {FEW} with sdm_hn and in 0 of {FEW} with ce_hn. Here sdm_hn accepts more."
     )
-    assert statement(less, more, yes).endswith("Here sdm_hn admits less.")
-    wrong = [False] * 10 + yes[:90]  # a fifth and all of the admitted are wrong
+    assert statement(less, more, yes).endswith("Here sdm_hn accepts less.")
+    wrong = [False] * 10 + yes[:90]  # a fifth and all of the accepted are wrong
     says = statement(more, less, wrong)
     assert f"in {FEW} of {FEW} with sdm_hn and in {FEW} of {FEW} with ce_hn" in says
-    assert says.endswith("Here sdm_hn admits more, but what sdm_hn admits is not as accurate as asked for (80.8%).")
+    assert says.endswith("Here sdm_hn accepts more, but what sdm_hn accepts is not as accurate as asked for (80.8%).")
     says = statement(less, more, wrong)
-    assert says.endswith("Here sdm_hn admits less, but what ce_hn admits is not as accurate as asked for (80.8%).")
+    assert says.endswith("Here sdm_hn accepts less, but what ce_hn accepts is not as accurate as asked for (80.8%).")
     none = statement([no] * FEW, more, yes)
     assert f"alpha = 0.95 nowhere with sdm_hn and in 0 of {FEW} with ce_hn" in none
     mixed = [yes, no, yes, no, yes]
@@ -103,7 +103,7 @@ def test_statements_say_what_the_numbers_say() -> None:
 
 
 def test_one_seed_below_alpha_by_chance_is_no_failure() -> None:
-    """Accuracies of 0.9, 1.0, ...: one is below alpha = 0.95, the admitted of all seeds together are not."""
+    """Accuracies of 0.9, 1.0, ...: one is below alpha = 0.95, the accepted of all seeds together are not."""
     yes, no = [True] * 100, [False] * 100
     runs = [scripted("sdm_hn", s, yes[: 50 + s] + no[: 50 - s], [s > 0] * 5 + yes[:95]) for s in range(FEW)]
     runs += [scripted("ce_hn", s, yes[:10] + no[:90], yes) for s in range(FEW)]
@@ -111,7 +111,7 @@ def test_one_seed_below_alpha_by_chance_is_no_failure() -> None:
     assert found.accuracies[0][0] == 0.9
     assert found.pooled == (pytest.approx(1 - 5 / sum(50 + s for s in range(FEW))), 1.0)
     assert "in 1 of 5 with sdm_hn" in found.statement()
-    assert found.statement().endswith("Here sdm_hn admits more.")
+    assert found.statement().endswith("Here sdm_hn accepts more.")
 
 
 def test_equal_differences_of_one_answer_show_nothing() -> None:

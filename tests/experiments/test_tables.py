@@ -10,23 +10,13 @@ import statistics
 
 import numpy as np
 import pytest
+import reference as slow
 from example_runs import run, scripted, some_runs
 from rich.console import Console
 from scipy.stats import binom, binomtest
 
 from sdmlm.experiments.quantities import Quantity, proportion
 from sdmlm.experiments.tables import Tables, tables
-
-
-def slow_cell(points: list[tuple[int, int, bool]], group: str) -> tuple[float | None, float, int]:
-    """Accuracy, n/|D| and n of a group, one point at a time."""
-    n = right = 0
-    for y, y_hat, admitted in points:
-        value = {"y": y, "y_hat": y_hat}.get(group.split("=")[0])
-        if admitted and (group == "all" or value == int(group[-1])):
-            n += 1
-            right += y == y_hat
-    return (right / n if n else None), n / len(points), n
 
 
 def test_full_and_selective_agree_with_counting(found: Tables) -> None:
@@ -39,7 +29,7 @@ def test_full_and_selective_agree_with_counting(found: Tables) -> None:
             points = list(zip(e.y.tolist(), e.prediction.tolist(), map(bool, admitted), strict=True))
             for group in ("y=0", "y=1", "y_hat=0", "y_hat=1", "all"):
                 values = tuple(line.quantities[f"{group} {what}"].values[i] for what in ("accuracy", "share", "n"))
-                assert values == pytest.approx(slow_cell(points, group))
+                assert values == pytest.approx(slow.group_cell(points, group))
     for line in found.of("selective"):
         full = next(
             other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import reference as slow
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -15,19 +16,6 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from sdmlm.finetuning.loss import LogitTransform, output_head, sdm_loss_from_hidden, sdm_next_token_loss
-
-
-def slow_loss(logits: Tensor, labels: Tensor, base: Tensor) -> tuple[float, int]:
-    """Eq. 1, one token at a time in double precision: the sum, and the number of tokens that count."""
-    total, count = 0.0, 0
-    for n, b in enumerate(base.double().tolist()):
-        for i in range(labels.shape[1] - 1):
-            target = int(labels[n, i + 1])
-            if target != -100:
-                z = logits[n, i].double().tolist()
-                total -= math.log(b ** z[target] / sum(b**v for v in z), b)
-                count += 1
-    return total, count
 
 
 def batch(seed: int, b: int = 3, length: int = 7, h: int = 5, v: int = 11, share: float = 0.4) -> tuple[Tensor, ...]:
@@ -42,7 +30,7 @@ def batch(seed: int, b: int = 3, length: int = 7, h: int = 5, v: int = 11, share
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 1), num_items=st.none() | st.integers(1, 50))
 def test_both_forms_equal_the_plain_version(seed: int, share: float, num_items: int | None) -> None:
     hidden, weight, bias, labels, base = batch(seed, share=share)
-    total, count = slow_loss(F.linear(hidden, weight, bias), labels, base)
+    total, count = slow.next_token_loss(F.linear(hidden, weight, bias), labels, base)
     expected = total / (num_items or max(count, 1))
     plain = sdm_next_token_loss(F.linear(hidden, weight, bias), labels, base, num_items)
     chunked = sdm_loss_from_hidden(hidden, weight, labels, base, num_items, bias, chunk=2)
@@ -104,7 +92,7 @@ def test_gradients_equal_finite_differences() -> None:
         for step in (1e-3, -1e-3):
             h, w = hidden.detach().double(), weight.detach().double()
             (h if leaf is hidden else w)[index] += step
-            values.append(slow_loss(h @ w.T, labels, base)[0])
+            values.append(slow.next_token_loss(h @ w.T, labels, base)[0])
         assert leaf.grad is not None
         assert leaf.grad[index].item() == pytest.approx((values[0] - values[1]) / 2e-3, rel=1e-3, abs=1e-5)
 

@@ -119,8 +119,8 @@ def shown(**summary: Any) -> str:
 
 def test_an_lm_that_learned_nothing_is_named_as_the_problem() -> None:
     text = shown(answers={"prompts": 40, "right": 0}, training_loss={"first": 4.0, "last": 3.9})
-    assert text.startswith("The LM answered 0 of 40 calibration prompts rightly")
-    assert "The language model is the problem, not its SDM layer" in text
+    assert text.startswith("The LM answered 0 of 40 calibration prompts correctly")
+    assert "Improve the language model before its SDM layer" in text
     assert "training loss hardly fell, from 4 to 3.9" in text
     assert "--learning-rate" in text
     assert "loss fell, from 4 to 1" in shown(
@@ -136,7 +136,7 @@ def test_train_says_first_that_the_lm_is_the_problem(here: Path, capsys: pytest.
     assert main([*args, *small.split()]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("The LM answered 0 of ")
-    assert out.index("The language model is the problem") < out.index("The final SDM layer")
+    assert out.index("Improve the language model") < out.index("The final SDM layer")
     assert "will hardly change this model" in err
     record = json.loads(Path("o/training.json").read_text())
     assert record["summary"]["answers"]["right"] == 0 < record["summary"]["answers"]["prompts"]
@@ -153,4 +153,4 @@ def test_the_suggested_command_of_the_demo_s_sentences_runs(here: Path, capsys: 
     assert main(["data", "word-ordering", "--sentences", "demo", "--output", "rows", *sizes]) == 0
     (suggested,) = re.findall("Next: sdmlm (train .*)", capsys.readouterr().out)
     assert main([*suggested.split(), "--dry-run"]) == 0
-    assert "Steps: 2 an epoch" in capsys.readouterr().out
+    assert "Steps: 2 per epoch" in capsys.readouterr().out

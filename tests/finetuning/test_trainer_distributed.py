@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from script_checks import run_script
 
 HERE = Path(__file__).parents[1]
 # name: (processes, FSDP, settings). 56 rows in steps of 16: the last has 8, so one of two processes has none of them.
@@ -135,11 +135,7 @@ def _drive(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(__file__, folder)
     return folder
 
 

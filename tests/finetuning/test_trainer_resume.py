@@ -9,12 +9,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_checks import run_script
 
 HERE = Path(__file__).parents[1]
 # Four steps an epoch, two epochs, checkpoints after 2, 4, 6 and 8. Each moment is (where, at which step or epoch).
@@ -163,11 +163,7 @@ def _drive(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(__file__, folder)
     return folder
 
 

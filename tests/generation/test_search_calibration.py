@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference as slow
 from hypothesis import given
 from hypothesis import strategies as st
 from search_checks import HOT, PROMPTS, by_hand
@@ -59,7 +60,7 @@ def test_calibration_is_over_final_answers(lm: SDMLanguageModel, kind: str) -> N
     for alpha in (0.55, 0.6, 0.7, 0.8, 0.9):
         own = layer.region(alpha)
         finals_at = [(v.q_prime, v.probability_of_yes, y) for (v, _), y in zip(finals, labels, strict=True)]
-        expected = slow_verified_region(finals_at, own.q_min, own.psi[1], alpha)
+        expected = slow.verified_region(finals_at, own.q_min, own.psi[1], alpha)
         region = calibration.region(alpha)
         assert region.q_min == pytest.approx(expected, rel=1e-4)
         assert region.psi == (math.inf, own.psi[1])
@@ -68,20 +69,6 @@ def test_calibration_is_over_final_answers(lm: SDMLanguageModel, kind: str) -> N
     assert calibration.accepted.tolist() == [
         a and v.probability_of_yes >= layer.region(0.8).psi[1] - 1e-5 for a, (v, _) in zip(yes, finals, strict=True)
     ]
-
-
-def slow_verified_region(finals: list[tuple[float, float, int]], q_min: float, psi: float, alpha: float) -> float:
-    """One threshold after the other: `finals` are (q', output for Yes, label)."""
-    if math.isinf(q_min):
-        return math.inf
-    starts = sorted({q_min * k for k in (1, 2, 4, 8, 16)})
-    for start in starts:
-        labels = [y for q, yes, y in finals if q >= start - min(1e-4 * start, 0.1) and yes >= psi - 1e-5]
-        n, wrong = len(labels), labels.count(0)
-        chance = sum(math.comb(n, k) * (1 - alpha) ** k * alpha ** (n - k) for k in range(wrong + 1))
-        if chance <= 0.05 / len(starts):
-            return start
-    return math.inf
 
 
 @given(
@@ -97,7 +84,7 @@ def test_the_region_of_a_search(finals: list[tuple[int, float, int]], q_min: flo
     p = np.stack([1 - yes, yes], axis=1)
     own = HighReliabilityRegion(alpha, q_min, (0.9, 0.8))
     region = verified_region(q, p, (yes > 0.5).astype(np.int64), y.astype(np.int64), own)
-    assert region.q_min == slow_verified_region([(float(a), b, c) for a, b, c in finals], q_min, 0.8, alpha)
+    assert region.q_min == slow.verified_region([(float(a), b, c) for a, b, c in finals], q_min, 0.8, alpha)
     assert (region.alpha, region.psi) == (alpha, (math.inf, 0.8))
     inside = region.contains(q, p, (yes > 0.5).astype(np.int64))
     assert region.q_min >= q_min  # never easier than for a single answer

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import reference as slow
 import torch
 
 from sdmlm.language_model.reading import embed_sequences
@@ -22,17 +23,12 @@ def model():
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def slow_summary(states, at, mask):
-    kept = [states[i].tolist() for i in range(at + 1) if mask[i]]
-    return [*states[at].tolist(), *np.mean(kept, axis=0)]
-
-
 def test_summary_of_padded_rows():
     rng = torch.Generator().manual_seed(0)
     states = torch.randn(3, 6, 4, generator=rng)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     at = torch.tensor([3, 4, 2])
-    expected = [slow_summary(states[i], int(at[i]), mask[i].tolist()) for i in range(3)]
+    expected = [slow.summary(states[i], int(at[i]), mask[i].tolist()) for i in range(3)]
     np.testing.assert_allclose(summarize(states, at, mask), expected, rtol=1e-5)
     assert summarize(states.bfloat16(), at, mask).dtype == torch.float32
 
@@ -45,7 +41,7 @@ def test_embeddings_equal_one_at_a_time(model):
     for row, sequence, end in zip(got, sequences, at, strict=True):
         with torch.no_grad():  # the whole sequence: what follows `at` must not matter
             states = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states[-1][0]
-        np.testing.assert_allclose(row, slow_summary(states, end, [1] * len(sequence)), atol=1e-5)
+        np.testing.assert_allclose(row, slow.summary(states, end, [1] * len(sequence)), atol=1e-5)
 
 
 def test_states_are_what_the_output_embedding_receives(model):

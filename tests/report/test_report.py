@@ -108,7 +108,7 @@ def test_report_of_a_certified_rule(tmp_path: Path) -> None:
     assert f"the certified rule accepts {accepted.mean():.1%} of the {len(accepted)} calibration points" in found.text
     assert "with probability at least 0.95, at least 90% of all accepted predictions are right" in found.text
     far = int((~rule.near_enough(estimator.calibration_.d.numpy())).sum())
-    assert ["given up because d is smaller", f"{far} ({far / len(accepted):.1%})"] in found.rows
+    assert ["not accepted because d is smaller", f"{far} ({far / len(accepted):.1%})"] in found.rows
     assert 0.04 < far / len(accepted) <= 0.1  # steps of d are equal for some points
     layers = [row for row in found.rows if len(row) == 5 and row[0].isdecimal()]
     assert len(layers) == len(estimator.layers_)

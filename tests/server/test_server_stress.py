@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benchmark_modules import benchmark
 from server_checks import PROMPTS, ask, process, trained
 
 from sdmlm import SDMLanguageModel
@@ -16,20 +14,9 @@ from sdmlm import SDMLanguageModel
 SECONDS, CLIENTS = 5.0, 16
 
 
-def driver() -> Any:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "serving.py"
-    spec = importlib.util.spec_from_file_location("serving_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_many_clients_who_leave_and_talk_nonsense() -> None:
-    serving = driver()
+    serving = benchmark("serving")
     cases = serving.make_cases(SDMLanguageModel.from_pretrained(trained()), PROMPTS[:20], 8)
     assert len({case.expected for case in cases}) > 8
     with process(str(trained())) as (running, url):
@@ -48,7 +35,7 @@ def test_many_clients_who_leave_and_talk_nonsense() -> None:
 
 
 def test_the_driver_would_see_a_wrong_answer() -> None:
-    serving = driver()
+    serving = benchmark("serving")
     case = serving.Case("abc=", None, ("abc", "Yes", True))
     answer = b'{"choices": [{"message": {"content": "abd"}, "sdm": {"verdict": "Yes", "accepted": true}}], "usage": {"completion_tokens": 3}}'
     tally = serving.Tally()

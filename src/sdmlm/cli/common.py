@@ -1,4 +1,4 @@
-"""What several commands share: options, reading and saving, and what goes to stdout."""
+"""Shared by several commands: options, reading and checking input, printing results."""
 
 from __future__ import annotations
 
@@ -56,20 +56,33 @@ def add_estimator_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("estimator (all settings are automatic; --published takes those of the papers)")
     group.add_argument("--published", action="store_true", help="the settings of the papers, and their HR region")
     group.add_argument(
-        "--alpha", type=float, default=0.95, metavar="A", help="accuracy the accepted are to have (0.95)"
+        "--alpha", type=float, default=0.95, metavar="A", help="accuracy that accepted points are to have (0.95)"
     )
-    group.add_argument("--promise", choices=("overall", "predicted", "class"), help="what alpha holds for (overall)")
-    group.add_argument("--delta", type=float, metavar="P", help="chance that the promise does not hold (0.05)")
-    group.add_argument("--epsilon", type=float, metavar="P", help="share of known points given up to see shifts (0.05)")
-    group.add_argument("--rule", choices=("certified", "region", "region lower"), help="what accepts (certified)")
+    group.add_argument(
+        "--promise",
+        choices=("overall", "predicted", "class"),
+        help="alpha holds for all accepted points, each predicted class, or each true class too (overall)",
+    )
+    group.add_argument("--delta", type=float, metavar="P", help="probability that the promise does not hold (0.05)")
+    group.add_argument(
+        "--epsilon",
+        type=float,
+        metavar="P",
+        help="share of known points that may be rejected, so that shifted points are rejected too (0.05)",
+    )
+    group.add_argument(
+        "--rule", choices=("certified", "region", "region lower"), help="rule by which points are accepted (certified)"
+    )
     group.add_argument("--combine", choices=("average", "best", "all"), help="how several layers decide (average)")
-    group.add_argument("--distance", choices=("whitened", "exemplar"), help="where Distance is measured (whitened)")
+    group.add_argument(
+        "--distance", choices=("whitened", "exemplar"), help="vectors in which Distance is measured (whitened)"
+    )
     group.add_argument("--rounds", type=int, metavar="J", help="partitions to average (4), or rounds to choose from")
-    group.add_argument("--learning-rate", type=float, metavar="LR", help="train layers by Adam with this rate")
-    group.add_argument("--epochs", type=int, metavar="N", help="epochs of that training (200)")
-    group.add_argument("--exemplar-dim", type=int, metavar="M", help="width of its exemplar vectors (1000)")
-    group.add_argument("--batch-size", type=int, metavar="N", help="points per step of it (50)")
-    group.add_argument("--center", choices=("global", "feature"), help="its standardisation (feature)")
+    group.add_argument("--learning-rate", type=float, metavar="LR", help="train layers with Adam at this learning rate")
+    group.add_argument("--epochs", type=int, metavar="N", help="with Adam: epochs (200)")
+    group.add_argument("--exemplar-dim", type=int, metavar="M", help="with Adam: width of the exemplar vectors (1000)")
+    group.add_argument("--batch-size", type=int, metavar="N", help="with Adam: points per step (50)")
+    group.add_argument("--center", choices=("global", "feature"), help="how columns are standardised (feature)")
     group.add_argument("--max-q", type=int, metavar="N", help="cap on q (none)")
     group.add_argument("--index", choices=("exact", "faiss"), help="search of the support (exact)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same result (0)")
@@ -77,7 +90,7 @@ def add_estimator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def estimator_parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_estimator_options` gave, as parameters of SDMEstimator, except alpha."""
+    """The options of `add_estimator_options` as parameters of SDMEstimator, except alpha."""
     from sdmlm.estimator.estimator import PUBLISHED
 
     names = (
@@ -104,7 +117,7 @@ def checked_device(device: str | None) -> str | None:
 
 
 def labels_of(data: Embeddings, path: str, n_classes: int | None = None) -> NDArray[np.int64]:
-    """The labels of a file, all of them among the classes."""
+    """The labels of a file; refused if some are not among the classes."""
     y = data.labels(path)
     n_classes = len(data.class_names) if n_classes is None else n_classes
     wrong = ((y < 0) | (y >= n_classes)).nonzero()[0]
@@ -115,7 +128,7 @@ def labels_of(data: Embeddings, path: str, n_classes: int | None = None) -> NDAr
 
 
 def labels_to_fit(data: Embeddings, path: str) -> NDArray[np.int64]:
-    """The labels of a file to fit on: of at least two classes."""
+    """The labels of a file to fit on; refused if they are all of one class."""
     y = labels_of(data, path)
     if len(set(y.tolist())) == 1:
         raise ValueError(f"{path} holds only one class ({data.class_names[int(y[0])]}): at least two are needed.")
@@ -130,7 +143,7 @@ def nothing_accepted(calibration_summary: dict[str, Any]) -> str:
 
 
 def load_estimator(folder: str) -> tuple[SDMEstimator, list[str]]:
-    """A saved estimator and the names of its classes (their numbers, where it was saved without names)."""
+    """A saved estimator and the names of its classes (their numbers if it was saved without names)."""
     from sdmlm.estimator.estimator import SDMEstimator
 
     estimator = SDMEstimator.from_pretrained(folder)
@@ -151,12 +164,12 @@ def score_rows(estimator: SDMEstimator, X: NDArray[np.float32]) -> Scores:
 
 
 def console(args: argparse.Namespace) -> Console:
-    """Where text for people goes: stdout, but stderr where stdout carries JSON."""
+    """The console for text: stdout, or stderr if JSON is printed on stdout."""
     from rich.console import Console
     from rich.segment import Segment
 
     class SafeConsole(Console):
-        """Shows control characters in whatever is printed; rich's own colours are styles, not characters."""
+        """Prints control characters as visible escapes; rich's own colours are styles, not characters."""
 
         def render(self, renderable: Any, options: Any = None) -> Any:
             for segment in super().render(renderable, options):
@@ -165,12 +178,20 @@ def console(args: argparse.Namespace) -> Console:
     return SafeConsole(stderr=bool(getattr(args, "json", False)), highlight=False)
 
 
-def rich_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    """An empty table; the columns in `left` hold words, the others numbers."""
+def rich_table(title: str, columns: Sequence[str], left: Sequence[str], caption: str | None = None) -> Table:
+    """An empty table; the columns in `left` hold words, the others numbers. `caption` says what the columns mean."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        min_width=60 if caption else None,
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     return table
@@ -182,9 +203,9 @@ def print_json(value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """JSON as the standard has it: null for NaN and infinities, numbers of NumPy as plain ones."""
+    """Standard JSON: null for NaN and infinities, plain numbers for NumPy's."""
     text = json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False)
-    # Hidden characters as JSON escapes: the same value, but nothing in it can control a terminal.
+    # Hidden characters become JSON escapes: the same value, but it cannot control a terminal.
     return "".join(c if visible(c) == c else json.dumps(c)[1:-1] for c in text) if visible(text) != text else text
 
 
@@ -194,12 +215,12 @@ def percent(part: int, whole: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits, "none" where there is no such number."""
+    """The number with four digits, or "none"."""
     return f"{value:.4g}" if value is not None and math.isfinite(value) else "none"
 
 
 def warn(message: str) -> None:
-    """A remark for the person at the terminal, on stderr."""
+    """Print a message on stderr."""
     print(f"sdmlm: {visible(message)}", file=sys.stderr)
 
 

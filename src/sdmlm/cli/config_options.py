@@ -1,4 +1,4 @@
-"""Command-line options for the fields of `SDMConfig`, without importing it: help must not wait for torch."""
+"""Command-line options for the fields of `SDMConfig`, without importing it: `--help` must not wait for torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class ConfigField(NamedTuple):
-    """A field that SDMConfig adds or gives another default."""
+    """A field that SDMConfig adds, or for which it changes the default."""
 
     name: str
     kind: str
@@ -21,7 +21,7 @@ class ConfigField(NamedTuple):
 def own_fields() -> list[ConfigField]:
     """The fields that SDMConfig itself declares.
 
-    Read from its source, not from the class: that would import torch and transformers, and help must come at once.
+    They are read from its source, because importing the class would import torch and transformers.
     """
     tree = ast.parse(files("sdmlm").joinpath("finetuning", "config.py").read_text(encoding="utf-8"))
     config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SDMConfig")
@@ -35,7 +35,7 @@ def own_fields() -> list[ConfigField]:
 
 
 def add_fields(parser: argparse.ArgumentParser, title: str, only: Container[str] | None = None) -> None:
-    """An option for each of our fields (or `only` those); in the namespace only if given, as text."""
+    """Add an option for each field of SDMConfig (or `only` those). The namespace has those that were given, as text."""
     group = parser.add_argument_group(title)
     for field in own_fields():
         if only is not None and field.name not in only:
@@ -57,7 +57,7 @@ def add_fields(parser: argparse.ArgumentParser, title: str, only: Container[str]
 
 
 def accept_any_option(parser: argparse.ArgumentParser) -> None:
-    """Leave options that the parser does not know in `namespace.more`, for `TrainingArguments` has a hundred of them."""
+    """Collect options that the parser does not know in `namespace.more`: `TrainingArguments` has a hundred of them."""
     plain = parser.parse_known_args
 
     def parse(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
@@ -65,12 +65,12 @@ def accept_any_option(parser: argparse.ArgumentParser) -> None:
         known.more = unknown
         return known, []
 
-    parser.allow_abbrev = False  # --eval must not be taken for one of many
+    parser.allow_abbrev = False  # --eval would match many
     parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
 
 
 def _dashed(argument: str) -> str:
-    """--learning_rate, as Hugging Face's scripts have it, is --learning-rate."""
+    """Read --learning_rate, as in Hugging Face's scripts, as --learning-rate."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 

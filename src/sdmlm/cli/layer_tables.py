@@ -9,17 +9,19 @@ from sdmlm.cli import common
 ROWS_HELP = "rows of prompt, chosen, rejected: .jsonl, .json, .parquet, or a data set of the Hub (org/name:split)"
 REWARD_HELP = "r, as module:function (default: the completion equals chosen)"
 
-# Below this share of right answers the LM is the problem, whatever its SDM layer does.
+# Below this share of right answers, the language model itself has to be improved first.
 FEW_RIGHT = 0.05
 
 
 def show_answers(out: Any, summary: dict[str, Any]) -> None:
-    """How many calibration prompts the LM answered rightly; where next to none, that this is the problem to solve."""
+    """How many calibration prompts the LM answered correctly; if hardly any, what to do about it."""
     answers = summary.get("answers")  # not in the records of older versions
     if not answers or not answers["prompts"]:
         return
     right, prompts = answers["right"], answers["prompts"]
-    out.print(f"The LM answered {right} of {prompts} calibration prompts rightly (by the reward, greedily).")
+    out.print(
+        f"The LM answered {right} of {prompts} calibration prompts correctly (greedy answers, judged by the reward)."
+    )
     if right >= FEW_RIGHT * prompts:
         return
     losses = summary.get("training_loss")
@@ -29,8 +31,8 @@ def show_answers(out: Any, summary: dict[str, Any]) -> None:
         change = "fell" if fell else "hardly fell"
         course = f"Its training loss {change}, from {losses['first']:.3g} to {losses['last']:.3g}. "
     out.print(
-        "The language model is the problem, not its SDM layer: the layer can only tell your chosen answers from wrong "
-        "ones, and an accuracy below is about that, not about answers that the LM gives. "
+        "Improve the language model before its SDM layer: the layer has learned to tell your chosen answers from wrong "
+        "ones, and the accuracies below are about these, not about answers that the LM gives. "
         f"{course}Try a higher --learning-rate, more --num-train-epochs or rows, or a larger --model; and check that "
         "--reward accepts your chosen answers.",
         markup=False,
@@ -44,7 +46,12 @@ def show_layer(out: Any, summary: dict[str, Any]) -> None:
 
     ca = summary["calibration"]
     columns = ("verified", "points", "mean q", "accuracy", "psi", "accepted", "accuracy accepted")
-    table = common.rich_table("The final SDM layer over its calibration half", columns, left=["verified"])
+    caption = (
+        "One line per true class of the calibration documents (is the answer right?). mean q: similar known documents that "
+        "agree, on average. accuracy: verdicts that are right. psi: least output for the class to be accepted. accepted: share "
+        "in the high-reliability region. accuracy accepted: right verdicts among these."
+    )
+    table = common.rich_table("The final SDM layer over its calibration half", columns, ["verified"], caption)
     for name, row in ca["classes"].items():
         accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
         numbers = f"{row['mean_q']:.1f}", f"{row['accuracy']:.1%}", _number(row["psi"])
@@ -58,18 +65,18 @@ def show_layer(out: Any, summary: dict[str, Any]) -> None:
 
 
 def show_certificate(out: Any, summary: dict[str, Any]) -> None:
-    """What is certified about the model's own answers, where the final layer was fitted over those."""
+    """What is certified about the model's own answers, if the final layer was fitted over those."""
     certificate = summary.get("certificate")  # not in the records of older versions
     if certificate is not None:
         out.print(certificate["says"], markup=False, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else common.number(value)  # None where it comes from JSON, which has no infinity
+    return "none" if value is None else common.number(value)  # JSON has None for infinity
 
 
 def show_next(out: Any, folder: str, summary: dict[str, Any]) -> None:
-    """What a person may do with an SDM LM."""
+    """Suggest what to do next with an SDM LM."""
     out.print(
         f"Next: sdmlm report {folder}, sdmlm chat {folder}, sdmlm serve {folder}, or in Python "
         f'SDMLanguageModel.from_pretrained("{folder}").',

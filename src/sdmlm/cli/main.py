@@ -1,4 +1,4 @@
-"""The `sdmlm` command. Each subcommand lives in `sdmlm.cli.commands`; here is what they have in common."""
+"""The `sdmlm` command: the parser, and exit codes for errors. Each subcommand is a module of `sdmlm.cli.commands`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ examples:
   sdmlm generate runs/lm --prompts prompts.txt      answers with verdicts
   sdmlm certify runs/lm --data fresh.jsonl          which answers are verified, with a promise
   sdmlm compare-answers runs/lm --data fresh.jsonl  the SDM layer against likelihoods and other scores
-  sdmlm verify runs/lm --data answers.jsonl         verdicts on anybody's answers
-  sdmlm chat runs/lm                                ask, answer by answer
+  sdmlm verify runs/lm --data answers.jsonl         verdicts on answers that others wrote
+  sdmlm chat runs/lm                                ask in the terminal
   sdmlm serve runs/lm                               OpenAI's API with verdicts, and a page
 
 `sdmlm COMMAND --help` shows the options and examples of a command."""
@@ -89,16 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0: done. 1: part of the input was refused, the rest was done. 2: bad input, a file error or an interruption, with one
-    sentence on stderr. 141: the reader of stdout has gone. Any other exception is a bug and shows its traceback.
+    sentence on stderr. 141: stdout was closed by its reader. Any other exception is a bug and shows its traceback.
     """
     args = build_parser().parse_args(argv)
     try:
         status = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
+        # The reader (head, less) has closed stdout. Python would raise again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell counts SIGPIPE
+        return 141  # the exit code of SIGPIPE in a shell
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "interrupted; nothing was left half-written.")
     except OSError as error:

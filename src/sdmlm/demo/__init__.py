@@ -4,5 +4,6 @@ from sdmlm.language_model.loading import DEMO_MODEL as BASE_MODEL
 
 __all__ = ["BASE_MODEL", "SENTENCES", "SENTENCES_SEED"]
 
-# Of the grammar, the sentences that the demo's rows are drawn from; `--sentences demo` of `sdmlm data` gives the same.
-SENTENCES, SENTENCES_SEED = 30_000, 0  # the base LM was trained on other seeds
+# Number and seed of the sentences of the grammar that the demo's rows are drawn from; `sdmlm data word-ordering --sentences
+# demo` uses the same. The base LM was trained on other seeds.
+SENTENCES, SENTENCES_SEED = 30_000, 0

@@ -1,9 +1,9 @@
-"""What the demo's base LM is trained on: sentences of the grammar, and a few generic instructions with their answers.
+"""The training documents of the demo's base LM: sentences of the grammar, and a few generic instructions with answers.
 
-It learns to copy sharply, and to follow instructions: repeat a sentence or a list of random words, leave a word out, say
-which words are missing, continue a sentence, put given words behind a beginning in the order in which they are given, say
-whether a sentence is good and whether an answer was right. It never sees words that must be re-ordered, nor a sentence
-whose words have changed places: that is what fine-tuning teaches.
+The model learns to copy exactly, and to follow instructions: repeat a sentence or a list of random words, leave out a word,
+say which words are missing, continue a sentence, append given words in the given order, say whether a sentence is good and
+whether an answer was right. It never sees words that must be re-ordered, nor a sentence with words in the wrong order: that
+is what fine-tuning teaches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ IN_XML = "Only reply with the sentence in the XML <sentence> </sentence>."
 
 @dataclass(frozen=True)
 class BaseDocument:
-    """A plain text, or an instruction with its answer. The loss counts a prompt only where it can be foreseen.
+    """A plain text, or an instruction with its answer. `count_prompt`: whether the loss counts the prompt too.
 
-    `right`: a second turn asks whether the answer was right, and is told so. The loss does not count a wrong answer.
-    `wrong`: these words of the answer are wrong; a mark stands behind each. The loss counts the mark, not the word.
+    `right`: if not None, a second turn asks whether the answer was right, and gives this as the answer. The loss does not
+    count a wrong answer. `wrong`: the words of the answer that are wrong; each is followed by a mark. The loss counts the
+    mark, not the word.
     """
 
     answer: str
@@ -50,7 +51,7 @@ def repeat_sentence(rng: random.Random) -> BaseDocument:
 
 
 def repeat_words(rng: random.Random) -> BaseDocument:
-    """Random words leave nothing to guess: they teach sharp copying, the sooner the more often they are repeated."""
+    """Random words cannot be guessed, so they teach exact copying; more repetitions teach it sooner."""
     words = " ".join(random_words(rng, rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 15))))
     times = rng.randint(1, 4) if len(words) < 60 else 1
     answer = " ".join([words] * times)
@@ -62,7 +63,7 @@ def repeat_words(rng: random.Random) -> BaseDocument:
 
 
 def complete_sentence(rng: random.Random) -> BaseDocument:
-    """The words that are missing are given, in their order."""
+    """Complete a sentence with its missing words, which are given in their order."""
     return complete(sentence(rng).split(), rng, True)
 
 
@@ -93,7 +94,7 @@ def continue_sentence(rng: random.Random) -> BaseDocument:
 
 
 def choose_word(rng: random.Random) -> BaseDocument:
-    """Which of three words goes on with a sentence? The other two are random ones."""
+    """Which of three words continues a sentence? The other two are random."""
     words = sentence(rng).split()
     cut = rng.randint(1, len(words) - 1)
     start, choices = " ".join(words[:cut]), [words[cut], *random_words(rng, 2)]
@@ -105,7 +106,7 @@ def choose_word(rng: random.Random) -> BaseDocument:
 
 
 def leave_out(rng: random.Random) -> BaseDocument:
-    """All but one of some words: what has been said, and what is still to be said."""
+    """Write all words except one: teaches to keep track of what has been written."""
     words = rng.sample(WORDS, rng.randint(3, 8))
     at = rng.randrange(len(words))
     rest = " ".join(words[:at] + words[at + 1 :])
@@ -115,7 +116,7 @@ def leave_out(rng: random.Random) -> BaseDocument:
 
 
 def say_missing(rng: random.Random) -> BaseDocument:
-    """Which of some words have not been said: what is left to say, known from what has been."""
+    """Say which words are missing in a text: teaches to find what has not been written yet."""
     words = rng.sample(WORDS, rng.randint(2, 12))
     given = words[: rng.randint(2, min(5, len(words)))]
     said = rng.sample(range(len(given)), rng.randint(1, len(given) - 1))
@@ -126,7 +127,7 @@ def say_missing(rng: random.Random) -> BaseDocument:
 
 
 def mark_wrong(rng: random.Random) -> BaseDocument:
-    """A mark behind every wrong word: a judgement at each word, the densest signal there is."""
+    """A mark after every wrong word: a judgement at each word gives the most signal per document."""
     words = sentence(rng).split()
     wrong = [False] * len(words)
     for _ in range(rng.choice((0, 1, 1, 2))):
@@ -144,7 +145,7 @@ def judge_sentence(rng: random.Random) -> BaseDocument:
 
 
 def spoilt(words: list[str], rng: random.Random) -> tuple[list[str], int]:
-    """One word replaced, put in or doubled, near the end as often as anywhere, and where. None changes places."""
+    """The words with one of them replaced, inserted or doubled, and its position (half of the time near the end)."""
     at = rng.randrange(max(0, len(words) - 4), len(words)) if rng.random() < 0.5 else rng.randrange(len(words))
     bare, tail = words[at].rstrip(".,"), words[at][len(words[at].rstrip(".,")) :]
     other = rng.choice(WORDS if rng.random() < 0.5 else words).rstrip(".,")
@@ -156,7 +157,7 @@ def spoilt(words: list[str], rng: random.Random) -> tuple[list[str], int]:
 
 
 def checked(d: BaseDocument, rng: random.Random) -> BaseDocument:
-    """The same with the question whether the answer was right; in half of the cases it is spoilt first."""
+    """The document with the question whether the answer was right; in half of the cases the answer is made wrong first."""
     if rng.random() < 0.5:
         return replace(d, right=True)
     tags = [tag for tag in ("<sentence>", "</sentence>") if tag in d.answer]
@@ -171,8 +172,8 @@ def checked(d: BaseDocument, rng: random.Random) -> BaseDocument:
 
 
 def random_words(rng: random.Random, n: int) -> list[str]:
-    """Words in no order, with commas and full stops here and there; in every other list from a few words, so that the
-    place of a word, not the word before it, tells what comes next."""
+    """Random words, some with a comma or full stop. Half of the lists repeat a few words, so that the position in the list,
+    not the previous word, determines the next word."""
     pool = rng.choices(WORDS, k=1 + n // 2) if rng.random() < 0.5 else WORDS
     return [word + rng.choice(("", "", "", "", "", ",", ".")) for word in rng.choices(pool, k=n)]
 
@@ -191,7 +192,7 @@ MIX = {
     judge_sentence: 10,
 }
 CHECKED = (repeat_sentence, repeat_words, complete_sentence, complete_words, leave_out, say_missing)
-# At first mostly random words: copying must be found once, and the denser the signal, the sooner it is.
+# At first mostly random words, which give much signal per document: copying is learned sooner.
 FIRST_MIX = {plain: 2, repeat_words: 8, complete_words: 1, mark_wrong: 2, judge_sentence: 5}
 
 

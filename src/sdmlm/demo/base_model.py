@@ -2,10 +2,10 @@
 
     python -m sdmlm.demo.base_model --output DIR
 
-`sdmlm.demo.base_documents` says what it reads. Its sentences come from other seeds than the demo's.
+Its documents are those of `sdmlm.demo.base_documents`. Its sentences come from other seeds than the demo's.
 
-All chance comes from (seed, step), so the same seed and steps give the same data; a run that was cut off goes on from its
-last checkpoint. `training.json` beside the model holds the settings, the machine and the loss by step.
+Random numbers depend only on (seed, step), so the same seed and steps give the same data; an interrupted run continues from
+its last checkpoint. `training.json` beside the model holds the settings, the machine and the loss by step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WORDING = (
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides the weights, apart from the generator and the versions of the libraries."""
+    """All settings that influence the weights, apart from the documents and the versions of the libraries."""
 
     seed: int = 0
     steps: int = 14000
@@ -82,7 +82,7 @@ def _rng(settings: Settings, what: object) -> random.Random:
 
 
 def train_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a chat template; the marks of a turn are single tokens."""
+    """A byte-level BPE with a chat template; the markers of a turn are single tokens."""
     rng = _rng(settings, "tokenizer")
     texts = [text for _ in range(5000) for d in [document(rng)] for text in (d.prompt, d.answer) if text]
     texts += 100 * [3 * WORDING, *WORDS, " ".join(WORDS)]  # few tokens for each, with and without a space before it
@@ -135,7 +135,7 @@ def pieces(d: BaseDocument) -> Iterator[tuple[str, float]]:
 
 
 def batch_of(tokenizer: Any, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
-    """(ids, weights in the loss) of a step: fresh documents, one behind the other, cut into rows of a fixed length."""
+    """(ids, weights in the loss) of a step: new documents, joined and cut into rows of a fixed length."""
     first = step < settings.first_steps
     rng, shape = _rng(settings, step), (settings.batch, settings.first_length if first else settings.length)
     room = shape[0] * shape[1]
@@ -158,9 +158,9 @@ def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def new_model(settings: Settings, tokenizer: Any) -> LlamaForCausalLM:
-    """A model with fresh weights, in which every attention head starts out looking for what resembles the present token
-    (K = Q) and passing on what it finds (O = V transposed). From there copying is learnt in some hundred steps; from
-    independent weights it had not begun after 2 million tokens."""
+    """A model with random weights, in which every attention head initially attends to tokens like the present one (K = Q)
+    and copies them (O = V transposed). From this start, copying is learned in some hundred steps; from independent weights
+    it had not started after 2 million tokens."""
     torch.manual_seed(settings.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -186,7 +186,7 @@ def new_model(settings: Settings, tokenizer: Any) -> LlamaForCausalLM:
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Linear warm-up, then a cosine down to a twentieth. Steps count from 0."""
+    """Linear warm-up, then cosine decay to a twentieth of the peak. Steps count from 0."""
     if step < settings.warmup:
         return settings.learning_rate * (step + 1) / settings.warmup
     done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
@@ -194,7 +194,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 
 def train(output: Path, settings: Settings, save_every: int = 250, progress: bool = True) -> None:
-    """Train the model into the folder `output`, going on from the checkpoint that may be there."""
+    """Train the model and save it to the folder `output`; continues from a checkpoint if there is one."""
     source = source_sha256()  # now: the files may change while this runs
     tokenizer = train_tokenizer(settings)
     model = new_model(settings, tokenizer)
@@ -234,7 +234,7 @@ def _checkpoint(
 
 
 def _resume(folder: Path, settings: Settings, model: Any, optimizer: Any) -> tuple[list[float], float]:
-    """Losses and seconds of the steps that the checkpoint has behind it; none where there is no checkpoint."""
+    """Restore a checkpoint, if there is one; returns the losses and seconds of its steps."""
     if not folder.exists():
         return [], 0.0
     config, tensors, texts = read_artifact(folder, KIND, VERSION)
@@ -252,8 +252,8 @@ def _resume(folder: Path, settings: Settings, model: Any, optimizer: Any) -> tup
 def source_sha256() -> str:
     """A hash of the code of the grammar, the documents and this file.
 
-    Imports, docstrings, comments and the order and place of definitions do not count: rewording a comment or moving a
-    function must not ask for a new base model.
+    Imports, docstrings, comments and the order and place of definitions do not count: the base model stays valid when a
+    comment is reworded or a function is moved.
     """
     return _code_sha256(
         Path(file).read_text(encoding="utf-8") for file in (grammar.__file__, base_documents.__file__, __file__)
@@ -268,7 +268,7 @@ def _code_sha256(sources: Iterable[str]) -> str:
             body = getattr(node, "body", None)
             if isinstance(body, list):
                 node.body = [n for n in body if not _is_inert(n)]  # type: ignore[attr-defined]
-        # Neither these functions nor what only the demo asks of the grammar is part of the recipe.
+        # These functions, and those of the grammar that only the demo uses, do not influence the model.
         own = ("source_sha256", "_code_sha256", "_is_inert", "order_is_open", "settled_sentences")
         definitions += [ast.dump(n) for n in tree.body if getattr(n, "name", "") not in own]
     return hashlib.sha256("\n".join(sorted(definitions)).encode()).hexdigest()

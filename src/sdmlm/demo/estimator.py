@@ -1,7 +1,7 @@
 """The estimator demo: scikit-learn's handwritten digits, as they are, rotated, shifted, and with their pixels shuffled.
 
-The pixels of an 8 x 8 image are its "embedding". Part of the digits is used to fit and calibrate; the rest is the test, seen
-in four versions that go farther and farther from what the estimator knows.
+The pixels of an 8 x 8 image are its "embedding". Part of the digits is used to fit and calibrate; the rest is the test set, in
+four versions that differ more and more from the known digits.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from sdmlm.report import Example, write_report
 from sdmlm.storage.output_paths import check_artifact_folder, check_output_file
 
 ALPHA, SEED = 0.95, 0
-# By calibration loss alone: the best of the learning rates 3e-4 to 1e-2, and about as many epochs as it needs.
+# Chosen by the calibration loss only: the best of the learning rates 3e-4 to 1e-2, and enough epochs for it.
 FULL: dict[str, Any] = {"exemplar_dim": 128, "learning_rate": 1e-2, "epochs": 60, "rounds": 3}
 FAST: dict[str, Any] = {**FULL, "epochs": 30, "rounds": 1}
 _SHADES = " ░▒▓█"
 _K = 3  # exemplars beside an image on the terminal
 
 INTRO = (
-    "An estimator is fitted on {n} handwritten digits. At alpha {alpha:g} it should accept only answers of which at "
-    "least {alpha:.0%} are right, whatever the digit. It then sees {m} digits that it does not know, four times: as "
-    "they are, rotated by 15 degrees, shifted by one pixel, and with their pixels shuffled, which leaves nothing to read."
+    "An estimator is fitted on {n} handwritten digits. At alpha {alpha:g}, at least {alpha:.0%} of the answers that it "
+    "accepts should be right, for every digit. It then gets {m} new digits in four versions: as they are, rotated by 15 "
+    "degrees, shifted by one pixel, and with their pixels shuffled, so that they cannot be read."
 )
 READING = (
     'How to read this: "no-reject" is the plain accuracy. Every other line accepts some answers: the first number is '
-    "their accuracy (for the digit where it is worst, and for all), the second their share. Under a shift an estimator "
-    "may accept less but should not be wrong more often. Of the shuffled digits it should accept none: their accuracy "
-    "is against the digit they were made from."
+    "their accuracy (for the digit where it is worst, and for all), the second their share. On changed digits an estimator "
+    "may accept less but should not be wrong more often. Of the shuffled digits it should accept none: for their accuracy, "
+    "the right answer is the digit they were made from."
 )
 
 
@@ -122,7 +122,7 @@ def art(image: NDArray[Any]) -> str:
 
 
 def verdict(compared: EstimatorComparison, tests: dict[str, Embeddings]) -> list[str]:
-    """What the numbers of "SDM HR" say, whichever way they went."""
+    """The results of "SDM HR" in sentences."""
     lines = []
     for row in compared.table.rows:
         if row.estimator != "SDM HR":
@@ -140,8 +140,8 @@ def verdict(compared: EstimatorComparison, tests: dict[str, Embeddings]) -> list
 
 
 def _examples(estimator: SDMEstimator, tests: dict[str, Embeddings]) -> list[Example]:
-    """Not picked by hand: of each version the first rejected, of the unseen also the first accepted, and every version's
-    first that was accepted though wrong."""
+    """Examples, not picked by hand: of each version the first rejected digit and the first that was accepted although wrong;
+    of the unseen digits also the first accepted one."""
     examples = []
     for name, data in tests.items():
         scores = estimator.score(data.X)
@@ -159,7 +159,7 @@ def _examples(estimator: SDMEstimator, tests: dict[str, Embeddings]) -> list[Exa
 
 
 def _show(out: Console, example: Example) -> None:
-    """The image and its nearest training images side by side, and the sentence."""
+    """Print the image and its nearest training images side by side, and the reason."""
     e: Explanation = example.explanation
     out.print(Text(f"\n{example.title}", style="bold"))
     grid = Table.grid(padding=(0, 2))

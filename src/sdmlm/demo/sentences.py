@@ -1,4 +1,4 @@
-"""Simple English sentences from a grammar of our own: the text of the embedded demo.
+"""Simple English sentences from a grammar of our own: the text of the demo.
 
 A few hundred words, subordinate clauses, agreement in number and gender, adjective order, phrases of time and place.
 Most word orders follow from the grammar or the meaning. Some are left open on purpose, as in real text: "slept quietly
@@ -134,7 +134,7 @@ LEXICON = _lexicon()
 
 @dataclass(frozen=True)
 class Noun:
-    """A noun phrase: its words, and the pronoun that stands for it (which also gives its number)."""
+    """A noun phrase: its words, and its pronoun (which also gives its number)."""
 
     words: list[str]
     pronoun: str
@@ -145,7 +145,7 @@ class Noun:
 
 
 class _Writer:
-    """One sentence in the making. `opened`: something stands before the main clause, which settles some word orders."""
+    """Builds one sentence. `opened`: there are words before the main clause, which settles some word orders."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -158,7 +158,7 @@ class _Writer:
     # Noun phrases
 
     def adjectives(self, classes: tuple[tuple[str, ...], ...], weights: tuple[float, float, float]) -> list[str]:
-        """None, one or two adjectives; two of different classes stand in the order of the classes."""
+        """No, one or two adjectives; two of different classes are in the order of the classes."""
         (n,) = self.rng.choices((0, 1, 2), weights)
         if n == 2 and self.chance(0.3):  # two of one class: the shorter one tends to come first
             first, second = sorted(self.rng.sample(classes[0], 2), key=lambda word: (len(word), word))

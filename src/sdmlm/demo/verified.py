@@ -1,4 +1,5 @@
-"""The demo's second half: the SDM layer over the LM's own answers, certified, beside its rivals (docs/method.md, 9)."""
+"""The second half of the demo: a certified SDM layer over the LM's own answers, and its comparison with other scores
+(docs/method.md, section 9)."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ ALPHA = 0.95
 LAYER: dict[str, Any] = {"alpha": ALPHA, "summary": "states+likelihood", "documents": "own"}
 LOOKED_AT = 300  # examples are chosen among this many answers
 READING = (
-    "Which score tells the language model's right answers from its wrong ones? Each gets the same certificate: the loosest "
-    "threshold with which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
-    "accepted. A certificate says nothing about inputs of another kind: see what each accepts of the shifted answers and of right "
-    "answers to other prompts, all of which are wrong here. The model's own rule asks also that the likelihood of an answer is "
-    "usual, as does the line with the mean log-probability and the usual likelihood."
+    "Which score tells the language model's right answers from its wrong ones? Each score gets the same certificate: the lowest "
+    "threshold for which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
+    "accepted. A certificate says nothing about inputs of another kind: see what each score accepts of the shifted answers and of "
+    "right answers to other prompts, all of which are wrong here. The model's own rule also requires that the likelihood of an "
+    "answer is usual, as does the line with the mean log-probability and the usual likelihood."
 )
 
 Example = tuple[str, Mapping[str, str], "Verification"]
 
 
 def make_verified(model: Path, calibration: Path, output: Path) -> SDMLanguageModel:
-    """A copy of a model whose SDM layer is fitted over own answers, with a certificate at alpha 0.95."""
+    """Copy a model, with an SDM layer that is fitted over the model's own answers and certified at alpha 0.95."""
     from sdmlm.finetuning.calibration import CalibrationRun, calibrate
     from sdmlm.generation.language_model import SDMLanguageModel
 
@@ -36,7 +37,7 @@ def make_verified(model: Path, calibration: Path, output: Path) -> SDMLanguageMo
 
 
 def compared(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str, str]]]) -> AnswerComparison:
-    """The scores on the demo's test and shifted rows. Self-consistency, which costs many answers, is left out."""
+    """The scores on the demo's test and shifted rows, without self-consistency, which needs many more answers."""
     from sdmlm.experiments.answer_comparison import compare_answers
 
     return compare_answers(lm, splits["test"], splits["shifted"], samples=0, progress=False)
@@ -49,13 +50,11 @@ def examples_of(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str,
     wanted = {
         "test": {
             "A verified answer": lambda right, verified: right and verified,
-            "A right answer that is not verified: caution has its price": lambda right, verified: (
-                right and not verified
-            ),
+            "A right answer that is not verified": lambda right, verified: right and not verified,
             "An error that was caught": lambda right, verified: not right and not verified,
         },
         "shifted": {
-            "A far longer sentence, unlike all known ones, that was caught": lambda right, verified: not verified
+            "A much longer sentence, unlike all known ones, that was not verified": lambda right, verified: not verified
         },
     }
     shown: list[Example] = []
@@ -73,7 +72,7 @@ def examples_of(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str,
 
 
 def comparison_html(comparison: AnswerComparison) -> str:
-    """The risk-coverage picture of the test answers, then the table."""
+    """The risk-coverage plot of the test answers, then the table."""
     import matplotlib
 
     from sdmlm.experiments.answer_comparison import TEST
@@ -82,7 +81,7 @@ def comparison_html(comparison: AnswerComparison) -> str:
     rows = [row for row in comparison.table.rows if row.dataset == TEST]
     caption = (
         "If the answers with the highest scores are accepted: the share of errors among them (risk) against the share accepted "
-        "(coverage). Lower is better. A dot is what is accepted; the dotted line is the risk that alpha allows."
+        "(coverage). Lower is better. A dot shows what is accepted; the dotted line is the risk that alpha allows."
     )
     with matplotlib.rc_context(plots.STYLE):
         drawn = plots.risk_coverage(rows, comparison.table.alpha)

@@ -1,8 +1,8 @@
-"""The demo: an SDM language model comes to life on two cores.
+"""The demo: a small language model is fine-tuned into an SDM language model on two cores.
 
-A small base LM of our own learns to put the last words of a sentence back into order, once with cross-entropy and once
-with the SDM loss, both with hard negatives. Then both answer sentences that they do not know, and sentences that are longer
-than any they know. The two fine-tunings are `sdmlm train`, side by side, one thread each.
+The base LM in the package learns to put the last words of a sentence back into order, once with cross-entropy and once
+with the SDM loss, both with hard negatives. Then both models answer new sentences, and sentences that are longer than any in
+training. The two fine-tunings are calls of `sdmlm train`, in parallel, with one thread each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
     from sdmlm.generation.verification import Verification
 
-MARK = "demo.json"  # says that a folder is ours
+MARK = "demo.json"  # marks the folder of a demo
 BEFORE = ".before"  # subfolder that keeps the earlier demo until the new one has finished
 REPORT = "report.html"  # written last
 SEED = 0
@@ -81,23 +81,21 @@ FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_st
 FAST_SIZES = {"train": 1000, "calibration": 1000, "test": 200, "shifted": 200}
 
 INTRO = (
-    "A small language model of our own (trained from scratch on the sentences of a grammar) is shown {train} sentences whose "
-    "last three words are shuffled, and learns to put them back into order: once with the usual cross-entropy, once with the "
-    "SDM loss. {calibration} other sentences calibrate an SDM layer for each. At alpha {alpha:g} it should accept only "
-    "verdicts of which at least {alpha:.0%} are right."
+    "A small language model (trained from scratch on sentences of a grammar) is fine-tuned on {train} sentences whose last "
+    "three words are shuffled, to put them back into order: once with the usual cross-entropy, once with the SDM loss. "
+    "{calibration} other sentences are used to calibrate an SDM layer for each. At alpha {alpha:g}, at least {alpha:.0%} of "
+    "the verdicts that it accepts should be right."
 )
 READING = (
-    '"test" are {test} unseen sentences, "shifted" the {shifted} longest, longer than any in training. An answer is accepted '
-    "when its verdict (Yes: the words are in order, No: they are not) lies in the high-reliability region. n/|D| is the share "
-    "accepted, Acc. how many of those verdicts are right."
+    '"test" are {test} new sentences, "shifted" the {shifted} longest, longer than any in training. An answer is accepted '
+    "if its verdict (Yes: the words are in order, No: they are not) lies in the high-reliability region. n/|D| is the share "
+    "accepted, Acc. the share of these verdicts that are right."
 )
-FAST_READING = (
-    " With so few rows and epochs little or nothing is accepted: `sdmlm demo`, without --fast, takes its time."
-)
+FAST_READING = " With so few rows and epochs, little or nothing is accepted: run `sdmlm demo` without --fast for more."
 
 
 def run_demo(folder: str, fast: bool, out: Console) -> Tables:
-    """Data, two fine-tunings, two test sets each, tables, report, and answers with the reasons for their verdicts."""
+    """Run the demo: data, two fine-tunings, two test sets each, tables, a report, and answers with reasons."""
     with _fresh(Path(folder)) as home:
         return _run(home, fast, out)
 
@@ -123,8 +121,8 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
         record = read_record(home / setting)
         assert record is not None  # it has just been written
         runs.append(Run("demo", setting, LABELS[setting], SEED, evaluations, record["log_history"]))
-    runs.sort(key=lambda run: list(LABELS).index(run.setting))  # whichever was done first
-    out.print("A second SDM layer learns from the language model's own answers; then all scores are compared.")
+    runs.sort(key=lambda run: list(LABELS).index(run.setting))  # not in the order in which they finished
+    out.print("A second SDM layer is fitted over the language model's own answers; then all scores are compared.")
     with one_thread():
         lm = verified.make_verified(home / "sdm_hn", home / "data" / "calibration.jsonl", home / verified.VERIFIED)
         comparison = verified.compared(lm, splits)
@@ -158,9 +156,7 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     ]
     more = [("Answers of the SDM language model", _examples_html(region_examples))]
     intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
-    write_report(
-        home / REPORT, runs, paper_tables, "An SDM language model comes to life", more, intro=intro, first=first
-    )
+    write_report(home / REPORT, runs, paper_tables, "The demo: an SDM language model", more, intro=intro, first=first)
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / REPORT} for plots. Try next:", markup=False)
     for line in (f"sdmlm chat {home / verified.VERIFIED}", f"sdmlm serve {home / verified.VERIFIED}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)
@@ -181,7 +177,7 @@ def _fresh(home: Path) -> Iterator[Path]:
     _check_ours(home)
     with locked(home, wait=False) as ours:
         if not ours:
-            raise ValueError(f"Another demo is at work in {home}: wait for it, or give another folder with --output.")
+            raise ValueError(f"Another demo is running in {home}: wait for it, or give another folder with --output.")
         before = home / BEFORE
         if before.exists() and not (home / REPORT).exists():
             _empty(home, but=BEFORE)  # the last demo was killed: keep the one before it
@@ -214,14 +210,16 @@ def _empty(folder: Path, but: str) -> None:
 
 
 def _check_ours(home: Path) -> None:
-    """Refuse a folder that is not a demo, or one that the user has added to: everything in it would be deleted."""
+    """Refuse a folder that is not a demo, or to which the user has added files: everything in it would be deleted."""
     marked = any((home / part / MARK).exists() for part in ("", BEFORE))
     if home.is_file() or (home.is_dir() and any(home.iterdir()) and not marked):
-        raise ValueError(f"{home} holds something else than a demo: give another folder with --output.")
+        raise ValueError(f"{home} holds something other than a demo: give another folder with --output.")
     for part in (home, home / BEFORE):
         strange = sorted({p.name for p in part.iterdir()} - OURS) if part.is_dir() else []
         if strange:
-            raise ValueError(f"{part / strange[0]} is not of a demo: move it, or give another folder with --output.")
+            raise ValueError(
+                f"{part / strange[0]} is no part of a demo: move it, or give another folder with --output."
+            )
         for model in (part / name for name in (*LABELS, verified.VERIFIED)):
             if (model / SDM_FOLDER / "feedback").exists() or (model / SDM_FOLDER / "search.json").exists():
                 raise ValueError(f"{model} holds feedback or a calibrated search: give another folder with --output.")
@@ -245,12 +243,12 @@ def command(home: Path, setting: str, training: Mapping[str, Any]) -> list[str]:
 
 
 def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterator[str]:
-    """Both settings side by side, each in a process and on a thread of its own; yields each when it is done.
+    """Train both settings in parallel, each in a process of its own with one thread; yields each when it is done.
 
-    So the first to finish can be evaluated while the other still trains.
+    So the first can be evaluated while the other is still training.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # All steps use tensors of the same sizes: keeping freed memory avoids mapping and clearing it again.
+    # All steps use tensors of the same sizes: the allocator keeps freed memory instead of returning it.
     environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
     options = {**training, "logging_steps": 5}
     running: dict[str, subprocess.Popen[str]] = {}
@@ -264,7 +262,7 @@ def _fine_tune(home: Path, training: Mapping[str, Any], out: Console) -> Iterato
         }
 
         def follow(setting: str) -> None:
-            """The log of a training as a progress bar."""
+            """Show the log of a training as a progress bar."""
             for line in running[setting].stderr or ():
                 said[setting].append(line)
                 if (at := re.search(r"^loss ([\d.e-]+).* epoch ([\d.]+)", line)) is not None:
@@ -322,7 +320,7 @@ def _evaluate(
 def pick_examples(
     lm: SDMLanguageModel, evaluations: Mapping[str, Evaluation], splits: Mapping[str, Sequence[Mapping[str, str]]]
 ) -> list[tuple[str, Mapping[str, str], Verification]]:
-    """(title, row, answer), not picked by hand: the first of each kind."""
+    """(title, row, answer) of the first answer of each kind, not picked by hand."""
     shown = []
     for name, e in evaluations.items():
         yes, right = e.prediction == 1, e.prediction == e.y
@@ -330,7 +328,7 @@ def pick_examples(
             "verified: accepted as Yes": e.accepted & yes & right,
             "accepted as No": e.accepted & ~yes & right,
             "rejected (not verified: a person should look)": ~e.accepted,
-            "accepted though its verdict is wrong": e.accepted & ~right,
+            "accepted although its verdict is wrong": e.accepted & ~right,
         }
         if name == "shifted":
             kinds = {"rejected (not verified: a person should look)": ~e.accepted}
@@ -362,7 +360,7 @@ def _lines_of(row: Mapping[str, str], verification: Verification) -> Iterator[st
         prompt, _, document = re.sub(r"<\|.*?\|>", "", exemplar.text or "").rpartition(" if it did not.")
         what = "right" if exemplar.label == 1 else "wrong"
         said = document.strip().removesuffix("<verified>").strip()
-        yield f"  near it, at {exemplar.distance:.2f}: {said}, which is {what} for {_asked(prompt)}"
+        yield f"  similar, at distance {exemplar.distance:.2f}: {said}, which is {what} for {_asked(prompt)}"
 
 
 def _show(out: Console, title: str, row: Mapping[str, str], verification: Verification) -> None:

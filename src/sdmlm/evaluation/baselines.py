@@ -1,12 +1,12 @@
-"""What one would use instead of the high-reliability region, behind one interface.
+"""Alternatives to the high-reliability region, behind one interface.
 
 Each class has `fit(points, y)` on labelled CALIBRATION points, `accept(points)` -> (predictions, accepted), and
 `score(points)`: one number per point, higher means more trustworthy. For the first five a point is a row of logits (an
 LM's own, or those of `cross_entropy_logits`); for the SDM ones it is an embedding, and the estimator they are given was
-calibrated when it was fitted. Predictions are always the argmax of the logits: what differs is only which of them are
-accepted. `embedding_baselines` has the classifiers and detectors that start from embeddings.
+calibrated when it was fitted. Predictions are always the argmax of the logits; the classes differ only in which predictions
+they accept. `embedding_baselines` has the classifiers and detectors that start from embeddings.
 
-The conformal sets are our own: MAPIE (1.6) refuses APS and RAPS for two classes.
+APS and RAPS are implemented here because MAPIE (1.6) refuses them for two classes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def checked_logits(values: Any, name: str = "logits", width: int | None = None) 
 
 
 class LogitBaseline:
-    """What the baselines over logits share: checks, and predictions by argmax."""
+    """Base class of the baselines over logits: checks, and predictions by argmax."""
 
     def __init__(self, alpha: float = 0.95) -> None:
         self.alpha = alpha
@@ -80,7 +80,7 @@ class LogitBaseline:
         return checked_logits(logits, width=self.n_classes_)
 
     def _calibrate(self, z: Floats, y: NDArray[np.int64]) -> None:
-        """Learn what is needed; by default nothing is."""
+        """Learn from calibration points; the default learns nothing."""
 
     def _accepted(self, z: Floats) -> NDArray[np.bool_]:
         raise NotImplementedError
@@ -90,7 +90,7 @@ class LogitBaseline:
 
 
 class NoReject(LogitBaseline):
-    """Accept everything; alpha plays no part."""
+    """Accept everything; alpha is not used."""
 
     def _accepted(self, z: Floats) -> NDArray[np.bool_]:
         return np.ones(len(z), dtype=bool)
@@ -131,13 +131,13 @@ class RAPS(LogitBaseline):
     The score of class y is s(x, y, u) = rho(x, y) + u p_y + penalty (o(x, y) - k_reg)^+ with p = softmax(z), rho the
     mass of the classes ranked before y, o the rank of y (1 = most probable), and one u ~ U[0, 1) per point. The set is
     {y: s <= tau}, tau the ceil((n+1) alpha)-th smallest calibration score (infinite if there are fewer), so it holds
-    the true class with probability at least alpha over exchangeable points. This is the randomised variant, without a
-    forced first class: a set may be empty, and is then rejected just as one of two classes is. Scores never fall along
-    the ranks, so a single class is always the prediction.
+    the true class with probability at least alpha over exchangeable points. This is the randomised variant, in which a set
+    may be empty; points with an empty set or with several classes are rejected. Scores never decrease with the rank, so
+    a set of one class always holds the prediction.
 
-    k_reg = 1: what is wanted is sets of one class, and with two classes nothing larger would do anything.
-    penalty = 0.1: the middle of the values {0.001, 0.01, 0.1, 0.2, 0.5} that the authors search for small sets, fixed
-    beforehand, because a search would take calibration points away to stay valid.
+    k_reg = 1: only sets of one class are of use here, and with two classes a larger value has no effect.
+    penalty = 0.1: the middle of the values {0.001, 0.01, 0.1, 0.2, 0.5} that the authors search for small sets. It is fixed
+    beforehand; a search would need calibration points of its own.
 
     `score` is the conformal score of the second most probable class: the set has one class where it exceeds tau.
     u is drawn from `seed`, in the order of the rows: the same call gives the same answer. Learned: `threshold_` (tau).
@@ -151,7 +151,7 @@ class RAPS(LogitBaseline):
         if not 0 <= self.penalty < math.inf:
             raise ValueError(f"penalty is {self.penalty!r} but must be zero or a positive number.")
         own = np.take_along_axis(self._scores(z, stream=0), y[:, None], axis=1)[:, 0]
-        # Rounded first, so that 100 x 0.55 = 55.00000000000001 in floating point is not taken for more than 55.
+        # Rounded first: 100 x 0.55 = 55.00000000000001 in floating point, which must not become 56.
         k = math.ceil(round((len(own) + 1) * self.alpha, 9))
         self.threshold_ = float(np.sort(own)[k - 1]) if k <= len(own) else math.inf
 
@@ -186,17 +186,17 @@ class APS(RAPS):
 
 
 class SDMBaseline:
-    """What the ones over a fitted SDMEstimator share; alpha is that of the estimator."""
+    """Base class of the baselines over a fitted SDMEstimator; alpha is that of the estimator."""
 
     def __init__(self, estimator: SDMEstimator) -> None:
         self.estimator = estimator
 
     def fit(self, X: ArrayLike | Scores | None = None, y: ArrayLike | None = None) -> Self:
-        """Nothing is left to do: the estimator was calibrated when it was fitted."""
+        """Does nothing: the estimator was calibrated when it was fitted."""
         return self
 
     def accept(self, X: ArrayLike | Scores) -> Decisions:
-        """(predictions, accepted) of embeddings (N, D), or of their Scores where they are at hand."""
+        """(predictions, accepted) of embeddings (N, D), or of their Scores if these were already computed."""
         scores = self._scored(X)
         return scores.prediction, self._accepted(scores)
 
@@ -229,9 +229,9 @@ class SDMThreshold(SDMBaseline):
 
 
 class SDMRegion(SDMBaseline):
-    """Accept what lies in the high-reliability region; with `lower`, what does so by the lower estimate.
+    """Accept what lies in the high-reliability region; with `lower`, what does by the lower estimate.
 
-    `score` is q', the rescaled Similarity that the region puts a threshold on.
+    `score` is q', the rescaled Similarity; the region has a threshold on it.
     """
 
     def __init__(self, estimator: SDMEstimator, lower: bool = False) -> None:
@@ -250,8 +250,8 @@ def cross_entropy_logits(
 ) -> Callable[[ArrayLike], Floats]:
     """Train the adaptor of an SDM layer with cross-entropy alone; returns the function from embeddings to its logits.
 
-    `train` and `calibration` are (X, y); settings and device are those of the fitted `estimator`. As for the SDM layer,
-    the calibration points pick the epoch: that they then calibrate the baselines too is the same advantage for all.
+    `train` and `calibration` are (X, y); settings and device are those of the fitted `estimator`. As for the SDM layer, the
+    epoch is chosen on the calibration points, which then also calibrate the baselines. All baselines have this advantage.
     """
     device = estimator.torch_device()
     names = ("exemplar_dim", "epochs", "batch_size", "learning_rate", "center")

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 Scorer = Callable[[Any], Evidence]
 Fit = Callable[[Any], Any]  # (X, y) -> a model with predict and predict_proba
 
-# Scores that need no calibration points get out-of-sample ones by cross-validation.
+# These need no calibration points: cross-validation gives their out-of-sample scores.
 OUT_OF_FOLD: dict[str, tuple[Fit, type[EmbeddingBaseline]]] = {
     "logistic regression": (fit_logistic, LogisticRegressionScore),
     "VBLL": (lambda train: VBLL().fit(*train), LogisticRegressionScore),
@@ -56,7 +56,8 @@ CALIBRATED: dict[str, type[EmbeddingBaseline]] = {
 class Method:
     """A fitted method: out-of-sample evidence of points it was fitted over, and a function for new points.
 
-    `epsilon` is the share of known points that it gives up to see shifts; the rivals have no Distance, so 0.
+    `epsilon` is the share of known points that may be rejected for their Distance, so that shifted points are rejected too.
+    The rivals have no Distance, so theirs is 0.
     """
 
     known: Evidence

@@ -127,7 +127,7 @@ def compare(
                 correct = decided[0] == labels
                 scored.append(ScoredPoints(dataset, model, name, baseline.score(points), decided[1], correct))
                 if named is rivals:
-                    continue  # the papers' table is about the SDM layer and what stands on logits
+                    continue  # the papers' table has only the SDM layer and the baselines over logits
                 decisions[dataset, model, name] = decided
                 metrics = selective_metrics(labels, *decided, n_classes, bootstrap, seed)
                 rows.append(SelectiveRow(dataset, model, name, metrics))
@@ -162,7 +162,7 @@ def _certified(
 
 
 def write_comparison(folder: str | Path, comparison: EstimatorComparison) -> list[Path]:
-    """Both tables as tables.json, .tex and .md; tables.csv has the table by class, every number of it."""
+    """Write both tables as tables.json, tables.tex and tables.md, and all numbers of the table by class as tables.csv."""
     content = {**comparison.table.json(), "scores": comparison.scores.json()}
     texts = {
         "csv": comparison.table.csv(),

@@ -11,8 +11,8 @@ logistic regression over standardised columns, fitted on the training points (`f
   (Lee et al. 2018); Ledoit-Wolf's estimate, so that it exists with few points.
 - `RelativeMahalanobis`: the same minus the distance to the mean of all points (Ren et al. 2021).
 
-With the others a point is accepted where its score reaches the lowest threshold at which at least a share alpha of the accepted
-calibration points is right. That is the usual practice and no guarantee.
+The scores that are no probabilities, and that of `LogisticRegressionScore`, accept a point if it reaches the lowest threshold
+at which at least a share alpha of the accepted calibration points is right. This is the usual practice, without a guarantee.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fit_logistic(train: Labelled) -> Pipeline:
 
 
 class EmbeddingBaseline:
-    """What the rivals share: predictions of the logistic regression, and a threshold on the score.
+    """Base class of the rivals: predictions of the logistic regression, and a threshold on the score.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class EmbeddingBaseline:
         raise NotImplementedError
 
     def _calibrate(self, X: Floats, y: NDArray[Any]) -> None:
-        """Learn what the score needs; by default nothing is."""
+        """Learn from calibration points; the default learns nothing."""
 
 
 class LogisticRegressionScore(EmbeddingBaseline):
@@ -87,7 +87,7 @@ class LogisticRegressionScore(EmbeddingBaseline):
 
 
 class ProbabilityScore(EmbeddingBaseline):
-    """A calibrated probability needs no threshold of its own: accept where it is at least alpha."""
+    """Base class of the calibrated probabilities: they accept where the probability is at least alpha."""
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         super().fit(X, y)

@@ -26,7 +26,7 @@ _COLUMNS = {  # of an evaluation, in the order of its file
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model did on a test set: one entry per prompt in every array, and the SDM layer that judged.
+    """The results of a model on a test set: one entry per prompt in every array, and numbers of its SDM layer.
 
     `regions` are (alpha, q'_min, psi_0, psi_1) for a grid of alphas. Together with q', y_hat and the output they give the
     decisions at each alpha, so curves can be drawn without the model.
@@ -41,7 +41,7 @@ class Evaluation:
     d: NDArray[np.float64]
     q_prime: NDArray[np.float64]
     answer_right: NDArray[np.bool_]  # the answer between its tags is the reference, whatever surrounds it
-    exact_match: NDArray[np.bool_]  # verbatim: body, formatting, and the LM's own verdict Yes
+    exact_match: NDArray[np.bool_]  # the whole text: body, formatting, and the LM's own verdict Yes
     generated: list[str]  # what the LM wrote
     alpha: float
     calibration: dict[str, float]  # metrics of the SDM layer over its calibration points

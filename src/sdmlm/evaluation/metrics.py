@@ -1,4 +1,4 @@
-"""Selective classification measured as in the papers, and the measures of a score that the field reads.
+"""Measures of selective classification as in the papers, and the usual measures of a score.
 
 Of the points D that an estimator judges, n are accepted. Accuracy among the accepted and n/|D| are reported
 by true class (y = c), by prediction (y_hat = c) and over all. An estimator that keeps its promise reaches alpha in
@@ -20,8 +20,8 @@ _INTERVAL = (2.5, 97.5)  # percentiles: 95% intervals
 class Cell:
     """One group of points: n accepted, n/|D|, their accuracy, and its bootstrap interval (over several seeds: its range).
 
-    accuracy is None where nothing was accepted ("all rejected"); low and high also without a bootstrap. `empty`: there was
-    nothing to accept or reject. `rejected`: over several seeds, in how many of them all was rejected.
+    accuracy is None where nothing was accepted ("all rejected"). low and high are None there too, and without a bootstrap.
+    `empty`: the group has no points. `rejected`: over several seeds, in how many of them all was rejected.
     """
 
     n: int
@@ -47,8 +47,8 @@ def selective_metrics(
 ) -> SelectiveMetrics:
     """Accuracy among the accepted and n/|D|, with 95% percentile intervals from `bootstrap` resamples of the points.
 
-    A percentile interval knows only what was seen: where all or none of the accepted are right it would be a single point,
-    and the exact interval stands in its place (`exact_bounds`).
+    Where all or none of the accepted are right, a percentile interval would be a single point; there the exact interval is
+    given instead (`exact_bounds`).
 
     >>> metrics = selective_metrics([0, 0, 1, 1], [0, 1, 1, 1], [True, True, True, False], n_classes=2)
     >>> metrics.class_conditional[0].accuracy, metrics.prediction_conditional[0].accuracy, metrics.marginal.share
@@ -79,8 +79,8 @@ def selective_metrics(
 def _intervals(counts: NDArray[np.int64], total: int, bootstrap: int, seed: int) -> list[list[float | None]]:
     """Percentile intervals of the accuracy of each group.
 
-    To draw |D| points with replacement is to draw how many of them fall into each kind (wrong or right in a group, or
-    rejected), which is one multinomial draw. Resamples in which nothing of a group is accepted say nothing about it.
+    Drawing |D| points with replacement is a multinomial draw of how many fall into each kind (wrong or right in a group, or
+    rejected). Resamples in which no point of a group is accepted are left out for that group.
     """
     if not bootstrap:
         return [[None, None]] * (len(counts) // 2)
@@ -90,7 +90,7 @@ def _intervals(counts: NDArray[np.int64], total: int, bootstrap: int, seed: int)
     out: list[list[float | None]] = []
     for g, some in enumerate((n > 0).T):
         wrong, hits = counts[2 * g : 2 * g + 2].tolist()
-        if not wrong + hits or not some.any():  # the second: few resamples, and none with such a point
+        if not wrong + hits or not some.any():  # with few resamples, there may be none that admits such a point
             out.append([None, None])
         elif wrong and hits:
             out.append(np.percentile(right[some, g] / n[some, g], _INTERVAL).tolist())
@@ -201,8 +201,8 @@ def prediction_rejection_ratio(scores: ArrayLike, correct: ArrayLike) -> float:
 def coverage_at_accuracy(scores: ArrayLike, correct: ArrayLike, accuracy: float) -> float:
     """The largest share of points that a threshold on the score can accept with at least this accuracy among them.
 
-    Points of equal score are accepted together. This is measured with the labels of the same points: it describes a
-    score, it is no rule that could be promised for new points.
+    Points of equal score are accepted together. The labels of the same points are used: this measures the score, and
+    promises nothing about new points.
 
     >>> coverage_at_accuracy([4, 3, 2, 1], [True, True, False, True], accuracy=0.75)
     1.0

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from sdmlm.evaluation.metrics import score_measures
-from sdmlm.evaluation.tables import CellText, TextRow, TextTable, csv_text
+from sdmlm.evaluation.tables import CellText, RenderedTable, TextRow, TextTable, csv_text
 
 _COLUMNS = {  # the columns of a printed table: name -> (head, head in LaTeX)
     "accuracy": ("acc.", r"\textsc{Acc.}"),
@@ -55,7 +54,7 @@ class ScoredPoints:
 
 
 @dataclass(frozen=True)
-class ScoreTable:
+class ScoreTable(RenderedTable):
     """All estimators on the same points, one line each. `csv` and `json` have every measure, the others the main ones."""
 
     rows: Sequence[ScoredPoints]
@@ -72,18 +71,6 @@ class ScoreTable:
         """One line per row with a header; empty where a measure is undefined."""
         rows = self.json()
         return csv_text(list(rows[0]), [list(row.values()) for row in rows])
-
-    def latex(self) -> str:
-        """A booktabs table*."""
-        return self._text().latex()
-
-    def markdown(self) -> str:
-        """For a page."""
-        return self._text().markdown()
-
-    def rich(self) -> RichTable:
-        """For a terminal."""
-        return self._text().rich()
 
     def cells(self, row: ScoredPoints) -> list[str]:
         """The main measures of a row as text."""

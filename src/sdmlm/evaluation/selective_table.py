@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from sdmlm.evaluation.metrics import Cell, SelectiveMetrics
-from sdmlm.evaluation.tables import CellText, TextRow, TextTable, csv_text, latex_escape, rounded
+from sdmlm.evaluation.tables import CellText, RenderedTable, TextRow, TextTable, csv_text, latex_escape, rounded
 
 MANY_CLASSES = 4  # with more classes than this, a printed table shows the worst class in place of every class
 _FIELDS = ("n", "share", "accuracy", "low", "high")
@@ -28,11 +27,12 @@ class SelectiveRow:
 
 
 @dataclass(frozen=True)
-class SelectiveTable:
+class SelectiveTable(RenderedTable):
     """Dataset, Model, Estimator, then accuracy and n/|D| for each y, for each y_hat, and over all points.
 
     `csv` and `json` keep every cell with its interval. `latex`, `markdown` and `rich` round to two decimals, mark what
-    is below alpha before rounding, and with more than four classes show the worst y and the worst y_hat only.
+    is below alpha before rounding (bold in Markdown, red in a terminal), and with more than four classes show the worst y and
+    the worst y_hat only.
     """
 
     rows: Sequence[SelectiveRow]
@@ -70,18 +70,6 @@ class SelectiveTable:
             values = [getattr(cell, field) for cell in cells for field in fields]
             rows.append([row.dataset, row.model, row.estimator, *values])
         return csv_text(head, rows)
-
-    def latex(self) -> str:
-        """A booktabs table* as in the papers; the packages it needs are named in its first line."""
-        return self._text().latex()
-
-    def markdown(self) -> str:
-        """For a page: accuracy and n/|D| in a cell, bold where the accuracy is below alpha."""
-        return self._text().markdown()
-
-    def rich(self) -> RichTable:
-        """For a terminal: red below alpha, green from alpha on. Names share a column, to fit into 80 characters."""
-        return self._text().rich()
 
     def marks(self) -> str:
         """What R and - in a cell mean, where the table has them, and how several seeds were combined."""

@@ -118,6 +118,25 @@ class TextTable:
         return "\n".join(lines)
 
 
+class RenderedTable:
+    """Base class of tables that a `TextTable` renders: they say in `_text` what its rows and columns are."""
+
+    def _text(self) -> TextTable:
+        raise NotImplementedError
+
+    def latex(self) -> str:
+        """A booktabs table* as in the papers; the packages it needs are named in its first line."""
+        return self._text().latex()
+
+    def markdown(self) -> str:
+        """For a page."""
+        return self._text().markdown()
+
+    def rich(self) -> RichTable:
+        """For a terminal."""
+        return self._text().rich()
+
+
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A CSV file with a header line; None becomes an empty field."""
     out = io.StringIO()

@@ -39,7 +39,7 @@ USUAL = "mean log-probability, usual likelihood"
 
 @dataclass(frozen=True)
 class JudgedSet:
-    """Answers with everything that any of the scores looks at."""
+    """Answers with all that the scores need."""
 
     right: Mask
     h: Floats  # the summary "states+likelihood", whatever the SDM layer reads

@@ -37,7 +37,7 @@ def check_runs(planned: list[PlannedRun]) -> None:
         if record is not None and record["status"] == "finished":
             for test in one.pending_tests():
                 check_test_rows(task, reward, (rows := one.test_rows(test)).rows, rows.source)
-            continue  # no more is needed than the model
+            continue  # the model exists, so training needs no check
         settings = one.run_settings(record)
         key = json.dumps([one.settings.get(name) for name in names])
         if key not in seen:
@@ -53,8 +53,8 @@ def check_runs(planned: list[PlannedRun]) -> None:
 
 
 def check_stored(planned: Sequence[PlannedRun], folder: str | Path) -> None:
-    """Refuse runs that could not share a table with the stored evaluations: another alpha, or another task or other test
-    rows in a family."""
+    """Refuse runs that cannot be in one table with the stored evaluations: they have another alpha, or, within a family,
+    another task or other test rows."""
     alphas = {float(one.settings.get("alpha", recipe.field_default("alpha"))) for one in planned}
     sources = {(one.family, test): source for one in planned for test, source in one.settings["tests"].items()}
     tasks = {one.family: one.settings["task"] for one in planned}
@@ -80,7 +80,7 @@ def check_stored(planned: Sequence[PlannedRun], folder: str | Path) -> None:
 
 
 def _check_same(one: PlannedRun, record: dict[str, Any]) -> None:
-    """Refuse to go on with a run of other settings or other rows."""
+    """Refuse to continue a run of other settings or other rows."""
     name = first_difference(record["settings"], one.settings)
     if name is not None:
         old, new = (s.get(name, recipe.field_default(name)) for s in (record["settings"], one.settings))
@@ -97,7 +97,7 @@ def _check_same(one: PlannedRun, record: dict[str, Any]) -> None:
 
 
 def _check_others(one: PlannedRun) -> None:
-    """Refuse to put a run beside others of its setting that differ in more than the seed."""
+    """Refuse a run if other runs of its setting differ in more than the seed."""
     for folder in sorted(one.folder.parent.glob("seed-*")):
         if folder == one.folder or (record := read_record(folder)) is None:
             continue

@@ -1,4 +1,4 @@
-"""Let an SDM language model answer the prompts of a test set, and keep what its SDM layer said about each answer."""
+"""Let an SDM language model answer the prompts of a test set, and collect the decisions of its SDM layer."""
 
 from __future__ import annotations
 

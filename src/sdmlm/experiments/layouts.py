@@ -1,4 +1,4 @@
-"""How the paper's tables are laid out: columns, titles and what is written below each table."""
+"""The layout of the paper's tables: columns, titles, and the text below each table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layout:
     columns: tuple[Column, ...]
     caption: str
     by_alpha: bool = True  # whether the numbers depend on alpha
-    brief: bool = False  # too many columns for spreads: a terminal and a page show means only
+    brief: bool = False  # show means only in a terminal and on a page, because there are many columns
 
 
 def _calibration_columns() -> Iterator[Column]:

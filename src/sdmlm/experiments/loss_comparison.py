@@ -53,11 +53,11 @@ class LossComparison:
 
     @property
     def verdict(self) -> str:
-        """ "more", "less" or "open": what the interval of the difference allows to say."""
+        """ "more", "less" or "open": what follows from the interval of the difference."""
         return "more" if self.interval[0] > 0 else "less" if self.interval[1] < 0 else "open"
 
     def statement(self) -> str:
-        """What the numbers say, and how sure one can be, in plain sentences."""
+        """The result in plain sentences, with its uncertainty."""
         n, (low, high) = len(self.seeds), (f"{100 * bound:+.1f}" for bound in self.interval)
         where = f"{self.dataset} ({self.family}, {'one run' if n == 1 else f'{n} seeds'} each)"
         if not any(share for pair in self.shares for share in pair):

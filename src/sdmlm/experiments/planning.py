@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sdmlm.language_model.rows import PreferenceRows
 
 WRITTEN = ("tables.csv", "tables.json", "tables.md", "tables.tex", "training.csv", "report.html")
-_CONTENT = ("data", "calibration", "task", "tests")  # two recipes of the same run also agree in these
+_CONTENT = ("data", "calibration", "task", "tests")  # recipes are of the same run only if these are equal too
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PlannedRun:
         return record_to_resume(self.folder, resume=True)
 
     def metadata(self) -> dict[str, Any]:
-        """What is written with every evaluation of this run."""
+        """The metadata stored with every evaluation of this run."""
         label = self.settings.get("setting") or self.recipe.stem
         names = {"family": self.family, "setting": self.recipe.stem, "label": label, "seed": self.seed}
         return {**names, "task": self.settings["task"]}
@@ -96,7 +96,7 @@ class PlannedRun:
 
 
 def plan_runs(recipes: Sequence[str], folder: str | Path, seeds: Sequence[int] | None) -> list[PlannedRun]:
-    """Every recipe with every seed (default: the recipe's own); recipes that would give the same run are run once."""
+    """Every recipe with every seed (default: the recipe's own). If two recipes ask for the same run, one is left out."""
     output = Path(folder)
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file: name a folder for the runs.")
@@ -138,7 +138,7 @@ def _recipe_files(given: Sequence[str]) -> list[Path]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The settings of a recipe, all that `sdmlm replicate` needs among them."""
+    """The settings of a recipe; refused if one that `sdmlm replicate` needs is missing."""
     settings = recipe.typed(recipe.read_recipe(str(path)), setting_types(), str(path))
     for name, what in (("model", "a model"), ("data", "rows"), ("task", "a task"), ("tests", "test sets")):
         if not settings.get(name):
@@ -146,13 +146,13 @@ def _settings(path: Path) -> dict[str, Any]:
     for test, source in settings["tests"].items():
         if not isinstance(test, str) or not re.fullmatch(r"[\w-]+", test) or not isinstance(source, str):
             raise ValueError(f"{path}: tests must be `name: rows`, one a line, names of letters, digits, _ and -.")
-    # The reward that judges the test sets is the one that the model is calibrated with.
+    # The model is calibrated with the same reward that judges the test sets.
     reward = settings.get("reward") or f"{load_task(settings['task']).__name__}:reward"
     return {"seed": recipe.field_default("seed"), **settings, "reward": reward}
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Sequence[str] = ()) -> str | None:
-    """The first setting that makes two runs different ones; `counted` are compared though a resumed run may change them."""
+    """The first setting in which two runs differ, without settings that a resumed run may change, except those in `counted`."""
     for name in {**one, **other}:
         # No record keeps a token, so tokens cannot be compared.
         free = (may_change_on_resume(name) and name not in counted) or name.endswith("_token")

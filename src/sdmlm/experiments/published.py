@@ -1,7 +1,7 @@
-"""The figures that the paper published, to stand beside ours: Phi-3.5-mini-instruct on word ordering, alpha = 0.95.
+"""The figures that the paper published, to compare with ours: Phi-3.5-mini-instruct on word ordering, alpha = 0.95.
 
-As printed, for text cannot be more exact than it was: "1." and "<0.01" stay what they are, "-" is a dash, "R" all rejected.
-Test sets and settings have the names of ours: `test` is its Wikipedia, `shifted` its sentences of 60 words.
+They are kept as text, as printed: "1." and "<0.01" are not rounded further, "-" is a dash, "R" means all rejected. Test sets
+and settings have the names of ours: `test` is the paper's Wikipedia set, `shifted` its sentences of 60 words.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ MODEL = "Phi-3.5-mini-instruct"
 
 
 def _read(text: str, names: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The first `names` words of each line point to the others."""
+    """A mapping from the first `names` words of each line to the others."""
     lines = [line.split() for line in text.strip().split("\n")]
     return {tuple(line[:names]): tuple(line[names:]) for line in lines}
 

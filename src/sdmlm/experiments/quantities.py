@@ -31,7 +31,7 @@ class Quantity:
 
     @property
     def mean(self) -> float | None:
-        """Over the seeds that have such a number."""
+        """The mean over the seeds that have this number."""
         return statistics.fmean(self.known) if self.known else None
 
     @property
@@ -41,7 +41,7 @@ class Quantity:
 
     @property
     def pooled(self) -> float | None:
-        """An accuracy over the points of all seeds together, so that a seed with two points counts as two."""
+        """An accuracy over the points of all seeds together: each point counts the same, not each seed."""
         right = sum(value * n for value, n in zip(self.values, self.weights, strict=False) if value is not None)
         return right / sum(self.weights) if sum(self.weights) else None
 

@@ -21,7 +21,7 @@ from sdmlm.experiments.tables import Tables
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.storage.artifacts import locked, write_text_atomically
 
-Tell = Callable[[str], None]  # called with a sentence about what is being done
+Tell = Callable[[str], None]  # called with a sentence about the current step
 
 
 def checked_runs(recipes: Sequence[str], folder: str | Path, seeds: Sequence[int] | None = None) -> list[PlannedRun]:
@@ -33,7 +33,7 @@ def checked_runs(recipes: Sequence[str], folder: str | Path, seeds: Sequence[int
 
 
 def run_all(planned: Sequence[PlannedRun], tell: Tell) -> None:
-    """Train and evaluate every run. Several independent processes may share a folder; a run is done by one of them.
+    """Train and evaluate every run. Several independent processes may share a folder; each run is done by one of them.
 
     Under `accelerate launch` the processes train together, and the first one evaluates.
     """
@@ -85,7 +85,7 @@ def _evaluate(one: PlannedRun, title: str, tell: Tell) -> None:
         rows = one.test_rows(test)
         tell(f"{title}: {len(rows)} prompts of {test}")
         start = time.perf_counter()
-        with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints
+        with contextlib.redirect_stdout(sys.stderr):  # a reward may print
             evaluation = evaluate.evaluate(lm, task, rows.rows, one.settings.get("reward"))
         source = {
             "test": test,
@@ -98,7 +98,7 @@ def _evaluate(one: PlannedRun, title: str, tell: Tell) -> None:
 
 
 def write_tables(folder: str | Path, runs: Sequence[Run], tables: Tables) -> None:
-    """tables.json, .csv, .md and .tex, and training.csv with the training logs."""
+    """Write tables.json, tables.csv, tables.md and tables.tex, and training.csv with the training logs."""
     home = Path(folder)
     content = json.dumps(tables.json(), indent=1, ensure_ascii=False, allow_nan=False)
     write_text_atomically(home / "tables.json", content + "\n")

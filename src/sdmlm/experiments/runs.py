@@ -29,7 +29,7 @@ def dataset_order(dataset: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One model, fine-tuned in one setting with one seed, and what it did on each test set."""
+    """One model, fine-tuned in one setting with one seed, and its evaluation on each test set."""
 
     family: str
     setting: str  # the name of the recipe: sdm_hn
@@ -50,7 +50,7 @@ class Run:
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """All runs below a folder of `sdmlm replicate` that have been evaluated with the SDM layer they have now."""
+    """All runs below a folder of `sdmlm replicate` that were evaluated with their present SDM layer."""
     from sdmlm.language_model.sdm_folder import layer_sha256
 
     runs = []
@@ -89,7 +89,7 @@ def read_runs(folder: str | Path) -> list[Run]:
 
 
 def evaluated_task(metadata: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """The task of an evaluation; older files do not name it, and then it is that of the training."""
+    """The task of an evaluation; in older files, which do not name it, that of the training."""
     return str(metadata.get("task") or record["settings"].get("task"))
 
 

@@ -1,4 +1,4 @@
-"""The paper's four tables over runs, with intervals and spread, and statements that compare two settings.
+"""The paper's four tables over runs, with intervals and spread, and sentences that compare two settings.
 
 Within a run, intervals are 95% percentile intervals from resampled prompts (exact ones where all prompts agree). Over
 several seeds a number is given as mean, standard deviation, smallest and largest.
@@ -66,8 +66,8 @@ class Tables:
         return {"alpha": self.alpha, "tables": tables, **{k: [c.json() for c in v] for k, v in pairs.items()}}
 
     def csv(self) -> str:
-        """One number per line. `seed` is mean, sd, min, max or pooled where it is over the seeds; `mark` says why a
-        number is missing."""
+        """One number per line. For numbers over all seeds, `seed` is mean, sd, min, max or pooled; `mark` says why a number
+        is missing."""
         return csv_text(_CSV_HEAD, [*self._csv_lines(), *self._csv_comparisons()])
 
     def _csv_lines(self) -> Iterator[list[Any]]:
@@ -182,7 +182,8 @@ def _why_missing(quantity: str, points: Mapping[str, float | None]) -> str:
 def _pooled_cell(line: Line, group: str, points: Quantity) -> Cell:
     """One seed with its interval, or several with their range; `points` is the number of points that each seed has.
 
-    Pooled, because in a mean over seeds a seed that accepts one answer would weigh as much as one that accepts a hundred.
+    The accuracy is pooled: in a mean over seeds, a seed that accepts one answer would count as much as one that accepts a
+    hundred.
     """
     accuracy, share, n = (line.quantities[f"{group} {what}"] for what in ("accuracy", "share", "n"))
     low, high = accuracy.intervals[0] or (None, None)
@@ -196,12 +197,12 @@ def _pooled_cell(line: Line, group: str, points: Quantity) -> Cell:
         low=low,
         high=high,
         empty=not points.mean,
-        rejected=rejected if accuracy.known else 0,  # R alone says that all seeds reject everything
+        rejected=rejected if accuracy.known else 0,  # if all seeds reject everything, R is shown without a number
     )
 
 
 def tables(runs: Sequence[Run], bootstrap: int = BOOTSTRAP, seed: int = 0) -> Tables:
-    """The paper's tables over runs; those of one family and setting that differ only in the seed share their lines."""
+    """The paper's tables over runs. Runs of one family and setting that differ only in the seed share a line."""
     if not runs:
         raise ValueError("There are no runs to make tables of.")
     alphas = sorted({run.alpha for run in runs})

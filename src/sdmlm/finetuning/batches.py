@@ -26,7 +26,7 @@ def padded_batches(
     for size in map(len, rows):
         members = list(islice(remaining, size))
         chosen = [encoded[i] for i in members]
-        if not chosen:  # nothing left for this process: it must join the step, with a document that does not count
+        if not chosen:  # nothing left for this process: it must take part in the step, with a document without a loss
             first = encoded[0]
             chosen = [Encoded(first.input_ids, [IGNORED] * len(first.labels), first.verified_at)]
         batch = collate(chosen, pad_id)

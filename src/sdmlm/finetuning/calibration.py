@@ -1,4 +1,4 @@
-"""A new SDM layer over a language model that exists already, fine-tuned or not: what `sdmlm calibrate` does."""
+"""Fit a new SDM layer for an existing language model, fine-tuned or not (`sdmlm calibrate`)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from sdmlm.storage.record import copy_record, held_out
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """What `calibrate` is asked to do.
+    """The settings of `calibrate`.
 
     `output` is a new folder for the model with its `sdm/`; None writes `sdm/` into the model's own folder, which
-    needs `force` where there is one already. `changes` are fields of `SDMConfig`; the others are those of the present
-    SDM layer, if there is one, so that a new layer sees documents in the same form.
+    needs `force` if there is one already. `changes` are fields of `SDMConfig`; the other fields are those of the present
+    SDM layer, if there is one, so that the new layer reads documents in the same format.
     """
 
     model: str
@@ -68,7 +68,7 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
     encoded = encode_rows(rows, encoder, data.source)
     config.max_new_tokens = config.max_new_tokens or completion_room(encoder, rows)
     one_or_more = threads_for(model.num_parameters())
-    with one_or_more, contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the summary
+    with one_or_more, contextlib.redirect_stdout(sys.stderr):  # a reward may print
         layer = fit_over_calibration(model, encoder, encoded, config, reward)
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if is_main_process():
@@ -94,10 +94,10 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
 
 
 def _present_settings(model: str) -> dict[str, Any]:
-    """How documents were put to this model when its present SDM layer was fitted, and the settings of that layer.
+    """How documents were formatted for this model when its present SDM layer was fitted, and the settings of that layer.
 
-    lm.json is not read by `read_lm_metadata`, which refuses the folder of an interrupted save: this command repairs
-    such a folder, and the older metadata are right.
+    This does not use `read_lm_metadata`, which refuses the folder of an interrupted save: `calibrate` repairs such a
+    folder, and the metadata in it are still valid.
     """
     sdm, settings = Path(model) / SDM_FOLDER, {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -115,7 +115,7 @@ def _present_settings(model: str) -> dict[str, Any]:
 
 
 def _checked_target(run: CalibrationRun) -> Path:
-    """The folder that `sdm/` goes into, refused if something there would be replaced."""
+    """The folder for `sdm/`; refused if something in it would be replaced."""
     if run.output is not None:
         folder = Path(run.output)
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):

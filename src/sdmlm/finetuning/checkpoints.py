@@ -23,7 +23,7 @@ LAYER = "sdm_layer"
 
 
 def save_state(trainer: SDMTrainer, folder: Path) -> None:
-    """Write our part of a checkpoint."""
+    """Write the part of a checkpoint that SDMTrainer adds."""
     if trainer.training_layer is not None:
         trainer.training_layer.save_pretrained(folder / LAYER)
     state = {
@@ -36,7 +36,7 @@ def save_state(trainer: SDMTrainer, folder: Path) -> None:
 
 
 def load_state(trainer: SDMTrainer, folder: Path) -> None:
-    """Put the trainer into the state that `save_state` wrote; refuses a checkpoint of other rows."""
+    """Restore the state that `save_state` wrote; refuses a checkpoint of other rows."""
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     for name, now, then in (
         ("train", len(trainer.rows), state["rows"]),
@@ -55,7 +55,7 @@ def load_state(trainer: SDMTrainer, folder: Path) -> None:
 
 
 def complete_checkpoint(output: Path, given: str | Path | None) -> str | None:
-    """The checkpoint to resume from: the one given, or the newest in `output` that was written to its end."""
+    """The checkpoint to resume from: the one given, or the newest complete one in `output`."""
     if given is not None:
         if not _is_complete(Path(given)):
             raise ValueError(

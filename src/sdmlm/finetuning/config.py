@@ -1,7 +1,7 @@
 """SDMConfig: the options of SDM fine-tuning, on top of `transformers.TrainingArguments`.
 
-The defaults are the paper's (docs/method.md, sections 4 to 6). Loss and hard negatives are two switches; their four
-combinations are the paper's four fine-tuned settings.
+The defaults are the paper's (docs/method.md, sections 4 to 6). `loss` and `hard_negatives` have two values each; their
+four combinations are the paper's four fine-tuned settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LAYER_FIELDS = {
 
 
 _BY_CLASS = ("sdm_loss", "sdm_accuracy", "mean_q")
-# Of an evaluation, to choose a checkpoint by; with loss="ce" only the first. Not psi, which is infinite without a region.
+# Metrics of an evaluation by which a checkpoint can be chosen; with loss="ce" only the first. Not psi, which is infinite
+# where there is no region.
 METRICS = ("loss", "sdm_loss", "q_min", "admitted", *(f"{name}_{c}" for name in _BY_CLASS for c in (0, 1)))
 
 
@@ -47,20 +48,28 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         negative is used.
     gamma_other, gamma_revise : float
         Not in the paper: probabilities that a negative is the right answer to another prompt, and, from the second epoch,
-        that it is followed by the right answer in the same turn, which the search "continue" makes use of.
+        that it is followed by the right answer in the same turn, for the search "continue".
     temperature, num_generations, max_new_tokens : float, int, int or None
-        How negatives are generated. By default greedily, once, with room for the longest completion of the data.
+        How negatives are generated; by default one greedy generation, with room for the longest completion of the data.
     max_length, truncate_prompt : int or None, bool
-        The longest document in tokens (default: the model's positions), and whether a longer prompt loses its left
-        part; otherwise its row is refused.
+        The longest document in tokens (default: the model's positions), and whether longer prompts are cut on the left.
+        Otherwise a row that is too long is refused.
     verification_tags : dict, str or None
         Changes to `VerificationTags`, as a dictionary or JSON: open, close, yes, no, separator.
     tokens_per_batch : int
-        Padded tokens per batch where nothing is trained.
+        Padded tokens per batch in generation and when documents are read.
     alpha : float
-        The accuracy asked of accepted answers, in (0.5, 1].
+        The accuracy that accepted answers are to have, in (0.5, 1].
     exemplar_dim, sdm_epochs, sdm_batch_size, sdm_learning_rate, sdm_rounds, sdm_center
         Parameters of the `SDMEstimator` of each SDM layer.
+    summary, documents : str
+        What the final SDM layer reads ("states" as in the paper, or "states+likelihood"), and what it is fitted over
+        ("paper", or "own": the model's own answers, with a certificate; docs/method.md, section 9).
+    own_samples, own_temperature : int, float
+        With documents="own": sampled answers per prompt beside the greedy one, and their temperature.
+    certificate_share, certificate_delta, certificate_epsilon : float
+        With documents="own": the share of the calibration rows that is held out for the certificate, the probability that
+        the certificate is wrong, and the share of ordinary answers that may be rejected for being unusual.
 
     Notes
     -----
@@ -84,14 +93,28 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     )
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Documents per device per micro-step."})
     gradient_accumulation_steps: int = field(default=8, metadata={"help": "8 x 8 = the paper's batch of 64."})
-    bf16: bool | None = field(default=None, metadata={"help": "bfloat16 autocast; default: where a GPU has it."})  # type: ignore[assignment]
-    eval_strategy: str = field(default="epoch", metadata={"help": '"epoch": in the middle and at the end of each.'})
-    save_strategy: str = field(default="epoch", metadata={"help": "Checkpoints are kept where evaluation runs."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept, the best always."})
-    load_best_model_at_end: bool = field(default=True, metadata={"help": "End with the checkpoint of the lowest loss."})
-    metric_for_best_model: str | None = field(default="loss", metadata={"help": "The next-token loss over D_ca."})
-    greater_is_better: bool | None = field(default=None, metadata={"help": "Default: not for losses and q_min."})
-    remove_unused_columns: bool | None = field(default=False, metadata={"help": "Extra columns go to the reward."})
+    bf16: bool | None = field(default=None, metadata={"help": "bfloat16 autocast; default: where the GPU supports it."})  # type: ignore[assignment]
+    eval_strategy: str = field(
+        default="epoch", metadata={"help": 'When to evaluate; "epoch": in the middle and at the end of each epoch.'}
+    )
+    save_strategy: str = field(default="epoch", metadata={"help": "When to save checkpoints; default: at evaluations."})
+    save_total_limit: int | None = field(
+        default=2, metadata={"help": "Number of checkpoints to keep; the best one is always kept."}
+    )
+    load_best_model_at_end: bool = field(
+        default=True, metadata={"help": "End with the best checkpoint instead of the last."}
+    )
+    metric_for_best_model: str | None = field(
+        default="loss",
+        metadata={"help": "What the best checkpoint is chosen by; default: loss on the calibration rows."},
+    )
+    greater_is_better: bool | None = field(
+        default=None,
+        metadata={"help": "Whether a larger metric is better; default: no for losses and q_min, else yes."},
+    )
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Leave this off: further columns are passed to the reward."}
+    )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
 
     # The method
@@ -121,11 +144,12 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     max_new_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Bound of a generation; default: the longest completion of the data, its verdict, and 8 more."
+            "help": "Most tokens of a generation; default: the longest completion of the data, its verdict, and 8 more."
         },
     )
     max_length: int | None = field(
-        default=None, metadata={"help": "Bound of prompt and completion in tokens; default: the model's positions."}
+        default=None,
+        metadata={"help": "Most tokens of prompt and completion together; default: the model's positions."},
     )
     truncate_prompt: bool = field(
         default=False, metadata={"help": "Cut prompts that are too long on the left; otherwise such rows are refused."}
@@ -138,7 +162,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     )
 
     # The SDM layers
-    alpha: float = field(default=0.95, metadata={"help": "Accuracy asked of the accepted, in (0.5, 1]."})
+    alpha: float = field(default=0.95, metadata={"help": "Accuracy that accepted answers are to have, in (0.5, 1]."})
     exemplar_dim: int = field(default=1000, metadata={"help": "M: the width of the exemplar vectors."})
     sdm_epochs: int = field(default=200, metadata={"help": "Epochs of an SDM layer."})
     sdm_batch_size: int = field(default=50, metadata={"help": "Batch size of an SDM layer."})
@@ -155,21 +179,25 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         default="paper",
         metadata={"help": 'What it is fitted over: "paper", or "own": the model\'s own answers, with a certificate.'},
     )
-    own_samples: int = field(default=2, metadata={"help": "Sampled answers per prompt, beside the greedy one."})
-    own_temperature: float = field(default=1.3, metadata={"help": "Temperature of the sampled answers."})
+    own_samples: int = field(
+        default=2, metadata={"help": 'With documents "own": sampled answers per prompt, beside the greedy one.'}
+    )
+    own_temperature: float = field(
+        default=1.3, metadata={"help": 'With documents "own": temperature of the sampled answers.'}
+    )
     certificate_share: float = field(
         default=0.4, metadata={"help": "Share of the calibration rows that is held out for the certificate."}
     )
-    certificate_delta: float = field(default=0.05, metadata={"help": "Chance that the certificate is wrong."})
+    certificate_delta: float = field(default=0.05, metadata={"help": "Probability that the certificate is wrong."})
     certificate_epsilon: float = field(
-        default=0.1, metadata={"help": "Share of usual answers that is given up to reject unusual ones."}
+        default=0.1, metadata={"help": "Share of ordinary answers that may be rejected for being unusual."}
     )
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not self.fp16
         if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # torch would warn at every epoch that there is nothing to pin for
+            self.dataloader_pin_memory = False  # torch would warn in every epoch that there is no accelerator
         if self.loss not in ("sdm", "ce"):
             raise ValueError(f'loss is {self.loss!r} but must be "sdm" or "ce".')
         self._check_final_layer()
@@ -183,7 +211,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
             self.gamma_diversity,
             gamma_other=self.gamma_other,
             gamma_revise=self.gamma_revise,
-        )  # refuses what is no probability
+        )  # refuses values that are no probabilities
         if not 0 < self.gamma_plus < 1:
             raise ValueError("gamma_plus must be between 0 and 1: the SDM layers need positives and negatives.")
         self.tags()
@@ -205,7 +233,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
             raise ValueError(f"certificate_epsilon is {self.certificate_epsilon} but must be at least 0 and below 1.")
 
     def _check_best(self) -> None:
-        """The metric that picks the checkpoint: one that evaluations have, and whether more of it is better."""
+        """Check the metric that checkpoints are chosen by, and set whether a larger one is better."""
         name = (self.metric_for_best_model or "loss").removeprefix("eval_")
         known = METRICS if self.loss == "sdm" else METRICS[:1]
         if name not in known:
@@ -216,7 +244,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
             self.greater_is_better = "loss" not in name and name != "q_min"
 
     def _check_numbers(self) -> None:
-        """What `TrainingArguments` lets through, and would fail or do nothing with later."""
+        """Refuse values that `TrainingArguments` accepts but that would fail later or have no effect."""
         for name, neutral in (("label_smoothing_factor", 0.0), ("train_sampling_strategy", "random")):
             if getattr(self, name) != neutral:
                 raise ValueError(f"{name} is {getattr(self, name)!r} but SDM fine-tuning knows only {neutral!r}.")

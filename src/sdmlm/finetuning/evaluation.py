@@ -1,7 +1,7 @@
-"""The next-token loss over the calibration documents, which picks the checkpoint.
+"""The next-token loss over the calibration documents, by which the checkpoint is chosen.
 
-The bases of the loss are known only after an SDM layer was fitted over all documents. So the states of the counted
-tokens are kept from the pass that reads the documents; where they would take too much memory, a second pass is made.
+The bases of the loss are only known after an SDM layer was fitted over all documents. So the states of the tokens that
+have a loss are kept from the pass that reads the documents. If they need too much memory, a second pass is made instead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sdmlm.language_model.reading import CountedStates, over_documents
 if TYPE_CHECKING:
     from sdmlm.finetuning.trainer import SDMTrainer
 
-STATES_BUDGET = 2 * 2**30  # bytes of states that a process keeps between reading the documents and taking their loss
+STATES_BUDGET = 2 * 2**30  # bytes of states that a process keeps until the loss is computed
 _TOKENS_AT_ONCE = 8192
 
 
 def fits_states_budget(model: Any, documents: Sequence[Encoded], processes: int) -> bool:
-    """Whether the states at counted positions may be kept, in float32; the same answer in every process."""
+    """Whether the states at positions with a loss fit the budget, in float32; the same answer in every process."""
     tokens = sum(label != IGNORED for document in documents for label in document.labels[1:])
     width = inner_lm(model).config.get_text_config().hidden_size
     return int(tokens * width * 4 // processes) <= STATES_BUDGET
@@ -38,7 +38,7 @@ def loss_of_states(model: Any, counted: CountedStates, base: Tensor, transform: 
         head = lm.get_output_embeddings()
         total = torch.zeros((), device=head.weight.device)
         for part in torch.arange(len(counted.targets)).split(_TOKENS_AT_ONCE):
-            # One token per row: the label of a position stands one to its right.
+            # One token per row. The loss takes the label of a position from the next one, so the labels are shifted.
             labels = torch.nn.functional.pad(counted.targets[part, None], (1, 0), value=IGNORED)
             states, labels, bases = (
                 t.to(total.device) for t in (counted.states[part, None], labels, base[counted.documents[part]])
@@ -52,7 +52,7 @@ def loss_of_states(model: Any, counted: CountedStates, base: Tensor, transform: 
 
 
 def loss_by_second_pass(trainer: SDMTrainer, documents: Sequence[Encoded], base: Tensor) -> Tensor:
-    """The same where the states were not kept: too many, or only the model itself can make logits of them."""
+    """The same if the states were not kept: they are too large, or only the model itself can compute its logits."""
 
     def inside(lm: Any, batch: dict[str, Tensor], numbers: Tensor) -> Tensor:
         total = trainer.loss_inside(lm, batch, base.to(numbers.device)[numbers], 1)

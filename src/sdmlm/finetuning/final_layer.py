@@ -1,7 +1,7 @@
 """The SDM layer that goes with a model: fitted over D_ca with generated negatives, saved as `sdm/` beside the weights.
 
-It is fitted with gamma_gen = gamma_diversity = 1 for every model alike, whether it was fine-tuned with SDM layers, in
-another way, or not at all (docs/method.md, section 6).
+It is fitted in the same way for every model (gamma_gen = gamma_diversity = 1), whether that was fine-tuned with SDM layers,
+in another way, or not at all (docs/method.md, section 6).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sdmlm.rewards import Reward, load_reward, reward_name
 
 @dataclass(frozen=True)
 class AnswerCount:
-    """How many of the calibration prompts that were put to the model it answered rightly."""
+    """How many calibration prompts the model was asked, and how many it answered correctly."""
 
     prompts: int
     right: int
@@ -45,8 +45,8 @@ class AnswerCount:
 class FinalLayer:
     """The SDM layer for use, and how the model answered the calibration prompts.
 
-    `summary` and `documents` are what the layer reads and what it was fitted over. `certificate` and `held_out`, the rows
-    that it was made with, only come with documents="own".
+    `summary` and `documents` say what the layer reads and what it was fitted over. `certificate`, and `held_out`, the rows
+    that it was made with, exist only with documents="own".
     """
 
     estimator: SDMEstimator
@@ -58,7 +58,7 @@ class FinalLayer:
 
 
 def answers_metadata(answers: AnswerCount | None) -> dict[str, int] | None:
-    """The counts as training.json and the commands' JSON have them."""
+    """The counts for training.json and the JSON output of commands."""
     return None if answers is None else asdict(answers)
 
 
@@ -92,10 +92,10 @@ def fit_over_calibration(
     accelerator: Accelerator | None = None,
     progress: bool = True,
 ) -> FinalLayer:
-    """`fit_final_layer` with the count of right answers, and the certificate where documents="own".
+    """`fit_final_layer` with the count of right answers, and the certificate if documents="own".
 
-    With documents="paper" there is one document per prompt: its positive with probability gamma_plus, otherwise the model's own greedy completion if
-    r = 0, otherwise the static negative.
+    With documents="paper" there is one document per prompt: with probability gamma_plus its positive; otherwise the
+    model's own greedy completion if that is wrong (r = 0), or else the static negative.
     """
     reward = load_reward(reward)
     checked = training_rows(rows, encoder, reward, "calibration")
@@ -117,8 +117,8 @@ def fit_over_calibration(
     attempts = generate_negatives(accelerator, store, model, encoder, columns, epoch=0, step=0, progress=progress)
     if not any(attempt.body is not None for attempt in attempts):
         warnings.warn(
-            "No generation over the calibration rows was wrong, so the final SDM layer has only static negatives: its "
-            "verdicts on wrong generations rest on those.",
+            "No generation over the calibration rows was wrong, so the final SDM layer has only static negatives: it has "
+            "seen none of the model's own errors.",
             stacklevel=3,
         )
     documents = store.documents(columns, range(len(checked)), epoch=0)
@@ -154,7 +154,7 @@ def _over_own_answers(
     room: int,
     progress: bool,
 ) -> FinalLayer:
-    """Every process does the same work, and so has the same layer."""
+    """The final layer with documents="own". Every process does the same work and gets the same layer."""
     own = fit_over_own_answers(model, encoder, rows, args, reward, room, progress)
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)
@@ -179,11 +179,11 @@ def save_final_layer(
     data: Mapping[str, Any] | None = None,
     final: FinalLayer | None = None,
 ) -> None:
-    """Write `sdm/`: the estimator, and how documents are put to the model it was fitted over.
+    """Write `sdm/`: the estimator, and how documents are formatted for its model.
 
-    `fine_tuned`: whether the model was trained with `args`. Otherwise the training settings that an earlier layer in
-    this folder recorded are kept, if it was fitted over the same weights. `data` describes the calibration rows where
-    they are not those of the training run. `final` says how the layer was fitted, and brings its certificate.
+    `fine_tuned`: whether the model was trained with `args`. If not, the training settings that an earlier layer in this
+    folder recorded are kept, if it belongs to the same weights. `data` describes the calibration rows if they are not
+    those of the training run. `final` says how the layer was fitted, and holds its certificate.
     """
     tags, same = encoder.tags, fingerprint(weights)
     training = {name: getattr(args, name) for name in TRAINING_FIELDS} if fine_tuned else _training_before(folder, same)
@@ -205,7 +205,7 @@ def save_final_layer(
     if final is not None and final.documents == "own":
         metadata |= {"summary": final.summary, "documents": final.documents}
         metadata |= {"calibration_rows": final.answers.prompts, "held_out": list(final.held_out)}
-    save_certificate(folder, None)  # the one of an earlier layer
+    save_certificate(folder, None)  # remove that of an earlier layer
     write_sdm_folder(folder, estimator, metadata)
     if final is not None:
         save_certificate(folder, final.certificate)

@@ -52,7 +52,7 @@ def check_draws(args: SDMConfig, n_train: int, n_calibration: int) -> None:
     """Refuse row counts that leave some SDM layer of the run without both classes in both halves."""
     check_halves(positives(args, n_calibration, 0), "calibration")
     if args.loss == "sdm":
-        # Every epoch halves its own documents. With a thousand rows a draw cannot fail: the first epoch is enough.
+        # Every epoch splits its own documents. With a thousand rows no draw can fail in practice: check one epoch only.
         for epoch in range(1, 1 + (math.ceil(args.num_train_epochs) if n_train < 1000 else 1)):
             check_halves(positives(args, n_train, epoch), "train")
 
@@ -92,8 +92,8 @@ def fit_and_broadcast(
 def loss_bases(layer: SDMEstimator, h: Tensor, labels: Tensor, own_entry: Tensor) -> Tensor:
     """The base of each document's next-token loss, b = 2 + SDM(z')_y (Eq. 1 of the paper), (N,) on the CPU.
 
-    `own_entry` is the index of each document's row in the support of the layer, -1 for none: a document ignores the
-    entry of its own row. y = `labels` is the reward of the document.
+    `own_entry` is the index of each document's row in the support of the layer, -1 for none; this entry is ignored for the
+    document. y = `labels` is the reward of the document.
     """
     with torch.autocast(h.device.type, enabled=False):  # training calls this inside the LM's forward pass
         output = layer.output(h, own_entry)

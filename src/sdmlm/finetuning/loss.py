@@ -1,11 +1,11 @@
-"""The SDM next-token loss (Eq. 1 of the paper; docs/method.md, section 4).
+"""The SDM next-token loss (equation 1 of the paper; docs/method.md, section 4).
 
 For a token of document n with logits z and base b_n the loss is -log_b softmax_b(z) = crossentropy(z ln b_n) / ln b_n,
 summed over the tokens that count and divided by their number; b_n = e gives cross-entropy. No gradient flows through b.
 
-Two forms with the same value and gradient: from logits, and from hidden states. With contrastive masking most positions
-do not count, so the second applies the output embedding to those that do, chunk by chunk, and takes the gradients of a
-chunk while its logits are there: neither (B, L, V) nor all counted logits ever exist.
+There are two forms with the same value and gradient: from logits, and from hidden states. With contrastive masking most
+positions have no loss. The second form applies the output embedding only to those that have one, chunk by chunk, and
+computes the gradients of a chunk before the next, so the logits of all positions are never in memory together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_NUMEL = 2**24  # logits of one chunk: 64 MiB in float32
 def sdm_next_token_loss(logits: Tensor, labels: Tensor, base: Tensor, num_items: Tensor | int | None = None) -> Tensor:
     """Loss of logits (B, L, V) and unshifted labels (B, L) with one base per document (B,).
 
-    `num_items` is what the sum is divided by (the counted tokens of the global batch); default: those of this batch.
+    The sum is divided by `num_items`, the tokens with a loss in the global batch; default: those in this batch.
     """
     logits, labels = logits[:, :-1], labels[:, 1:]
     log_base = base.detach().float().log()[:, None]
@@ -40,13 +40,13 @@ def sdm_next_token_loss(logits: Tensor, labels: Tensor, base: Tensor, num_items:
 
 
 def _divisor(shifted_labels: Tensor, num_items: Tensor | int | None) -> Tensor | int:
-    # A batch without a counted token has loss 0, not nan.
+    # A batch in which no token counts has loss 0, not nan.
     return (shifted_labels != IGNORED).sum().clamp_min(1) if num_items is None else num_items
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the output embedding's logits: cap * tanh(scale * x / cap), or scale * x without a cap."""
+    """How a model changes the logits of its output embedding: cap * tanh(scale * x / cap), or scale * x without a cap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -74,7 +74,7 @@ def sdm_loss_from_hidden(
 ) -> Tensor:
     """`sdm_next_token_loss` of final-layer hidden states (B, L, H) under an output embedding (V, H).
 
-    `chunk` tokens are taken at a time (default: as many as keep a chunk's logits at 64 MiB).
+    `chunk` tokens are processed at a time (default: as many as have logits of 64 MiB).
     """
     shifted = labels[:, 1:]
     row, position = (shifted != IGNORED).nonzero(as_tuple=True)
@@ -92,14 +92,14 @@ def sdm_loss_from_hidden(
 
 
 def output_head(model: Any) -> tuple[torch.nn.Linear, LogitTransform]:
-    """The output embedding of a Hugging Face causal LM and what the model does to its logits, for the function above.
+    """The output embedding of a Hugging Face causal LM, and how the model changes its logits, for the function above.
 
-    The factor is looked up under the names that configs give it and the result is compared with the model's own logits
-    on a short input, so a model that does something else is refused: take its logits and `sdm_next_token_loss` then.
+    The factor is looked up under the names that it has in configs, and the result is compared with the model's own logits
+    on a short input. A model that does something else is refused: use its logits with `sdm_next_token_loss`.
     """
     head = model.get_output_embeddings()
     name = type(model).__name__
-    if type(head) is not torch.nn.Linear:  # a subclass or wrapper (LoRA, 4-bit) computes more than weight and bias say
+    if type(head) is not torch.nn.Linear:  # a subclass or wrapper (LoRA, 4-bit) does more than multiply and add
         kind = f"{type(head).__module__}.{type(head).__name__}"
         raise ValueError(f"The output embedding of {name} is {kind}, not torch.nn.Linear: use the plain loss.")
     config = model.config.get_text_config()
@@ -125,9 +125,10 @@ def output_head(model: Any) -> tuple[torch.nn.Linear, LogitTransform]:
 
 
 def shared_logit_transform(accelerator: Accelerator, model: Any) -> LogitTransform | None:
-    """What the model does to its logits; None where only the model itself can apply its output embedding.
+    """How the model changes its logits; None if only the model itself can apply its output embedding.
 
-    The main process finds out and tells the others, which may hold no weights yet (FSDP, memory-efficient loading).
+    The main process determines it and sends it to the others, which may hold no weights yet (FSDP, memory-efficient
+    loading).
     """
     transform: list[Any] = [None]
     if accelerator.is_main_process:
@@ -141,7 +142,7 @@ def shared_logit_transform(accelerator: Accelerator, model: Any) -> LogitTransfo
 
 
 class _LinearSDMLoss(torch.autograd.Function):
-    """Sum of the token losses. Gradients are taken in the forward pass, chunk by chunk, and scaled in the backward."""
+    """Sum of the token losses. Gradients are computed in the forward pass, chunk by chunk, and scaled in the backward."""
 
     @staticmethod
     def forward(
@@ -164,7 +165,7 @@ class _LinearSDMLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             h, target, log_b = hidden[part], targets[part, None], log_base[part, None]
-            raw = F.linear(h, weight, bias)  # under autocast in its dtype, which the products below then share
+            raw = F.linear(h, weight, bias)  # under autocast in the lower precision, as are the products below
             z = transform(raw.float())
             log_p = torch.log_softmax(z * log_b, dim=1)
             total -= (log_p.gather(1, target) / log_b).sum()
@@ -192,6 +193,6 @@ class _LinearSDMLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # In place, for these are large and used once (autograd itself refuses a second pass over changed tensors).
+        # In place: these are large and used once (autograd itself refuses a second pass over changed tensors).
         grads = (None if g is None else g.mul_(grad_output) for g in ctx.saved_tensors)
         return (*grads, None, None, None, None, None)

@@ -1,4 +1,4 @@
-"""What SDMTrainer does to the model it is given: load it by name, add an adapter, refuse adapters that cannot work."""
+"""How SDMTrainer prepares the given model: load it by name, add an adapter, refuse adapters that cannot work."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def _check_adapter(model: Any) -> None:
         )
     if model.active_adapters != ["default"]:
         raise ValueError(
-            f'The adapter of the model is named {", ".join(model.active_adapters)}: name it "default", for a saved folder '
-            "opens with no other."
+            f'The adapter of the model is named {", ".join(model.active_adapters)}: name it "default", the only name with '
+            "which a saved folder can be opened."
         )
     if not model.active_peft_config.base_model_name_or_path:
         warnings.warn(
-            "The base model was not loaded from a folder or the Hub, so a saved adapter will not know it and cannot be opened "
-            "by itself: save the base model and load it from there first.",
+            "The base model was not loaded from a folder or the Hub, so a saved adapter cannot name it and cannot be opened: "
+            "save the base model and load it from there first.",
             stacklevel=4,
         )
 

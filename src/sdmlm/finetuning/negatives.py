@@ -1,10 +1,11 @@
 """Which document represents a prompt in an epoch: the sampling policy and the store of hard negatives.
 
-The policy (docs/method.md, section 6): per prompt the positive with probability gamma_plus; otherwise, from the second epoch on, with gamma_gen
-a completion is generated and, if r = 0, with gamma_diversity it is the negative; else the static one is.
+The policy (docs/method.md, section 6): with probability gamma_plus a prompt is represented by its positive, otherwise by a
+negative. From the second epoch on, with probability gamma_gen, a completion is generated for the negative; if it is wrong
+(r = 0), it is used with probability gamma_diversity. In all other cases the negative is the static one of the data.
 
-All chance is drawn from (seed, epoch, row), never from a running generator: neither the order of the rows, nor how they
-are spread over processes, nor a resumed run changes a draw.
+Random numbers depend only on (seed, epoch, row). So the order of the rows, their distribution over processes, and resuming
+do not change them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Draw(NamedTuple):
     """The random choice for one prompt in one epoch."""
 
     positive: bool
-    generate: bool  # the negative is to be a generation, if one with r = 0 comes out
+    generate: bool  # the negative is a generation, if that has r = 0
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class NegativePolicy:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be a probability between 0 and 1.")
 
     def draw(self, row: int, epoch: int) -> Draw:
-        """The draw of one row: the same whenever and wherever it is asked for."""
+        """The draw of one row in one epoch; always the same."""
         plus, gen, diversity = np.random.default_rng([self.seed, epoch, row]).random(3)
         positive = bool(plus < self.gamma_plus)
-        # The coin of gamma_diversity does not look at the generation, so it is tossed first: a generation that it would
-        # set aside need not be made. The documents are distributed as in the paper at a fraction of the cost.
+        # Whether gamma_diversity keeps a generation does not depend on the generation, so it is drawn first: generations
+        # that would not be used are not made. The documents have the paper's distribution, at a fraction of the cost.
         generate = epoch >= self.first_epoch and gen < self.gamma_gen and diversity < self.gamma_diversity
         return Draw(positive, bool(not positive and generate))
 
@@ -88,9 +89,9 @@ def check_generations(max_new_tokens: int, temperature: float, num_generations: 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What generating for one row in one epoch gave.
+    """The result of generating for one row in one epoch.
 
-    `body` is the negative, None where no generation can serve as one. `right` says whether the first generation was
+    `body` is the negative, None if no generation can be one. `right` says whether the first generation was
     a right answer (r = 1, or the reference itself); state files of older versions do not have it.
     """
 
@@ -113,9 +114,9 @@ class EpochDocument:
 
 
 class HardNegatives:
-    """Makes hard negatives ahead of the steps that need them, and keeps them with epoch and step.
+    """Generates hard negatives before the steps that need them, and stores them with epoch and step.
 
-    `num_generations` above 1 (with a temperature) tries again for a row: its negative is the first with r = 0.
+    With `num_generations` above 1 (and a temperature), the negative of a row is its first generation with r = 0.
     """
 
     def __init__(
@@ -146,9 +147,9 @@ class HardNegatives:
         step: int,
         progress: bool = True,
     ) -> list[Attempt]:
-        """Generate for those of the rows `ids` that need it and have not had it in this epoch.
+        """Generate for those of the rows `ids` that need it and have no generation yet in this epoch.
 
-        `rows[i]` is row i. Call it with the rows of one or more coming steps: the more, the better the batches.
+        `rows[i]` is row i. Call it with the rows of one or more steps ahead: more rows make better batches.
         """
         wanted = [
             i for i in dict.fromkeys(ids) if self.policy.draw(i, epoch).generate and (epoch, i) not in self.attempts
@@ -182,7 +183,7 @@ class HardNegatives:
 
     @staticmethod
     def _room(encoder: Encoder, row: Row) -> int:
-        """Tokens of the row's longer static body: with so many left, generation sees the prompt that training sees."""
+        """Tokens of the row's longer static body. With this room, generation gets the same cut prompt as training."""
         bodies = [encoder.tags.strip_suffix(completion_text(row[name])) for name in ("chosen", "rejected")]
         return max(len(encoder.continuation(body + encoder.tags.separator)) for body in bodies)
 
@@ -192,12 +193,12 @@ class HardNegatives:
 
     @staticmethod
     def _usable(encoder: Encoder, row: Row, body: str) -> bool:
-        """The reference itself is never a negative, whatever the reward says; nor is what does not fit."""
+        """Whether a body can be a negative: not the reference, whatever the reward says, and not too long."""
         if HardNegatives._is_reference(encoder, row, body):
             return False
         try:
             encoder.encode(row["prompt"], body, False)
-        except ValueError:  # re-encoded, a generation of strange tokens may be longer than it was
+        except ValueError:  # when it is encoded again, a generation of unusual tokens may be longer than it was
             return False
         return True
 
@@ -219,7 +220,7 @@ class HardNegatives:
         documents: list[EpochDocument],
         epoch: int,
     ) -> list[EpochDocument]:
-        """Some negatives become right answers to other prompts, where the reward calls those wrong for this one."""
+        """Replace some negatives by right answers to other prompts, if the reward calls them wrong for this prompt."""
         others = {n: self.policy.other(d.row, epoch, len(rows)) for n, d in enumerate(documents)}
         bodies = {
             n: encoder.tags.strip_suffix(completion_text(rows[other]["chosen"]))
@@ -247,11 +248,11 @@ class HardNegatives:
         return EpochDocument(i, row["rejected"], False, "static", correction)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able. The states of several processes may be joined by joining their lists."""
+        """The state as plain values for JSON. States of several processes are joined by joining their lists."""
         return {"attempts": [asdict(a) for a in self.attempts.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the place of what is stored."""
+        """Replace what is stored by a state of `state_dict`."""
         self.attempts = {(a["epoch"], a["row"]): Attempt(**a) for a in state["attempts"]}
 
 
@@ -267,8 +268,8 @@ def generate_negatives(
 ) -> list[Attempt]:
     """Fill the store for all rows of an epoch; returns the attempt of each prompt that drew a generation.
 
-    Processes share the prompts, except under FSDP, where every forward pass is a joint one: there all make the same
-    generations.
+    The prompts are distributed over the processes, except under FSDP, where all processes take part in every forward pass:
+    there each makes all generations.
     """
     numbers = range(len(rows))
     rank, world = accelerator.process_index, accelerator.num_processes

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 
 class StepMetrics(defaultdict[str, list[float]]):
-    """Named values that the steps noted since the last log, one per document; `time/*` are seconds of a phase."""
+    """Named values that the steps recorded since the last log, one per document; `time/*` are seconds of a phase."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -34,13 +34,13 @@ class StepMetrics(defaultdict[str, list[float]]):
         return means
 
     def pop_times(self) -> dict[str, float]:
-        """The seconds of each phase in this process; they are taken out."""
+        """The seconds of each phase in this process; removes them."""
         names = [name for name in self if name.startswith("time/")]
         return {name: float(sum(self.pop(name))) for name in names}
 
 
 class PhaseProgress(TrainerCallback):  # type: ignore[misc]
-    """Counts steps, names the phase, prints what is logged; without a terminal only the last."""
+    """Shows steps and phase in a progress bar and prints logs; without a terminal it only prints logs."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
@@ -90,6 +90,6 @@ class PhaseProgress(TrainerCallback):  # type: ignore[misc]
         before = self._progress.tasks[self._task].description
         self._progress.update(
             self._task, description=description, refresh=True
-        )  # also shows a phase that is over at once
+        )  # refresh: so that short phases are shown too
         yield
         self._progress.update(self._task, description=before)

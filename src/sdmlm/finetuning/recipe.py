@@ -1,4 +1,4 @@
-"""Settings of fine-tuning from outside: YAML recipes, and values of the right type.
+"""Settings of fine-tuning from YAML recipes and the command line, converted to the right types.
 
 A recipe is a flat YAML file. Its keys are the options of `sdmlm train` and the fields of `SDMConfig`, which include those
 of `transformers.TrainingArguments`; options on the command line win over it.
@@ -18,13 +18,13 @@ from typing import Any
 
 from sdmlm.storage.text_files import decode
 
-# Settings that have an option of another name.
+# Settings whose option has another name.
 _OTHER_OPTION = {"output_dir": "--output", "resume_from_checkpoint": "--resume"}
-_NAMES_ELSEWHERE = {
+_NAMES_ELSEWHERE = {  # names of settings in other tools
     "epochs": "num_train_epochs",
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",
-}  # of other tools
+}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "JSON"}
 
@@ -73,8 +73,10 @@ def field_default(name: str) -> Any:
 
 
 def typed(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str | None = None) -> dict[str, Any]:
-    """The given settings with values of the types in `kinds`; a name that is not there, or a value that does not fit,
-    is refused. `where` is the recipe they come from, None for the command line."""
+    """The given settings with values of the types in `kinds`. Unknown names and values of another type are refused.
+
+    `where` is the recipe that the settings come from, None for the command line.
+    """
     start = f"{where}: " if where else ""
     for name in given:
         if name not in kinds:
@@ -93,7 +95,7 @@ def _hint(name: str, known: Iterable[str], in_recipe: bool) -> str:
 
 
 def _value(name: str, annotation: Any, value: Any) -> Any:
-    """A text of the command line, or a value that YAML has read, as what the annotation wants."""
+    """Convert text of the command line, or a value from YAML, to the type that the annotation names."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = {typing.get_origin(k) or k for k in (typing.get_args(annotation) if union else (annotation,))}
     optional = types.NoneType in kinds
@@ -121,7 +123,7 @@ def _value(name: str, annotation: Any, value: Any) -> Any:
 
 
 def _from_text(text: str, kinds: Container[Any]) -> Any:
-    """The first reading of the text that is among the kinds, None if there is none."""
+    """The text as the first of the kinds that it can be read as; None if there is none."""
     if bool in kinds and text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
     for number in (int, float):

@@ -18,7 +18,7 @@ Pair = tuple[Encoded, Encoded]  # the positive and the negative document of a ro
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a dry run has measured. `pairs` has None for a training row that is too long."""
+    """The results of a dry run. `pairs` has None for a training row that is too long."""
 
     summary: dict[str, Any]
     pairs: list[Pair | None]

@@ -40,7 +40,7 @@ LARGE_MODEL = 1_000_000_000  # parameters; so large a model may need much smalle
 
 @dataclass
 class TrainingRun:
-    """A run as far as it is known before any weights are loaded. `prepare_run` makes one.
+    """All that is known about a run before weights are loaded. `prepare_run` makes one.
 
     `sources` holds the rows of each file, `data` describes them for training.json. `skeleton` is the model without
     memory for its weights.
@@ -71,7 +71,7 @@ class TrainingRun:
         return self._split([source.rows for source in self.sources])[1]
 
     def encoded(self) -> tuple[list[TrainingRow], list[TrainingRow]]:
-        """The rows to train and to calibrate on, encoded once; a row that is too long is refused by its number."""
+        """The rows to train and to calibrate on, encoded once. A row that is too long is an error that names its number."""
         if self._encoded is None:
             self._encoded = [encode_rows(source.rows, self.encoder, source.source) for source in self.sources]
         return self._split(self._encoded)
@@ -208,7 +208,7 @@ def train(run: TrainingRun, resume: bool = False) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()  # every process has looked at the folder: now it may be written to
     if is_main_process() and not run.resumed:
         _write_record(run, "started", trainer, None)
-    with contextlib.redirect_stdout(sys.stderr):  # logs, and whatever a reward prints: stdout is for the summary
+    with contextlib.redirect_stdout(sys.stderr):  # logs, and what a reward may print; stdout is for the summary
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(settings.output))
     summary = _summary(run, trainer)
@@ -237,7 +237,7 @@ def _summary(run: TrainingRun, trainer: SDMTrainer) -> dict[str, Any]:
 
 
 def _write_record(run: TrainingRun, status: str, trainer: SDMTrainer, summary: dict[str, Any] | None) -> None:
-    """training.json: what was asked for, on which rows, and what came of it. Access tokens are left out."""
+    """Write training.json: the settings, the rows and the results. Access tokens are left out."""
     record = {
         "format_version": 1,
         "sdmlm_version": __version__,
@@ -253,7 +253,7 @@ def _write_record(run: TrainingRun, status: str, trainer: SDMTrainer, summary: d
 
 
 def finished_summary(record: Mapping[str, Any], output: Path) -> dict[str, Any]:
-    """The recorded summary of a finished run with the SDM layer that is in its folder now.
+    """The recorded summary of a finished run, updated to the SDM layer that is in its folder now.
 
     `sdmlm calibrate` may have replaced the layer since.
     """
@@ -263,7 +263,7 @@ def finished_summary(record: Mapping[str, Any], output: Path) -> dict[str, Any]:
 
 
 def layer_summary(layer: SDMEstimator, tags: VerificationTags) -> dict[str, Any]:
-    """How the SDM layer of a language model does over its calibration half; the classes are named by the verdicts."""
+    """Measures of the SDM layer of a language model over its calibration half; the classes are named by the verdicts."""
     return {
         **summarize_calibration(layer).to_dict([tags.no, tags.yes]),
         "highest_alpha": highest_alpha_with_region(layer),

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` whose checkpoints are complete or absent, and which writes `sdm/` beside a saved model."""
+"""A `transformers.Trainer` whose checkpoints are complete or absent, and which writes `sdm/` with a saved model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdmlm.storage.artifacts import SDM_FOLDER
 
 
 class SavingTrainer(Trainer):  # type: ignore[misc]
-    """The saving half of `SDMTrainer`, which says in `_save_state` what else a checkpoint holds."""
+    """The part of `SDMTrainer` that saves. `SDMTrainer` defines in `_save_state` what else a checkpoint holds."""
 
     estimator: SDMEstimator | None
     encoder: Encoder
@@ -60,17 +60,17 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="SDM language model")
 
     def _weights(self) -> dict[str, Tensor]:
-        """The LM's state dict, whole: under FSDP all processes must ask for it."""
+        """The complete state dict of the LM; under FSDP all processes must call this."""
         if not self.is_fsdp_enabled:
             return dict(inner_lm(self.model).state_dict())
         full = self.accelerator.get_state_dict(self.model)
         return {name.removeprefix("base_model.model."): tensor for name, tensor in full.items()}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As usual. trainer_state.json is written last: where it is whole, so is the checkpoint."""
+        """As in the base class. trainer_state.json is written last: a checkpoint that has it is complete."""
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # an older run's must not vouch for new files
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # an older run's would mark new files as complete
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
@@ -90,7 +90,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         raise NotImplementedError
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Without the output embedding of a tied model, which is never saved: it is the input embedding."""
+        """Do not warn about the output embedding of a tied model: it is the input embedding, and never saved."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result)

@@ -32,10 +32,10 @@ def row_numbers(numbers: list[int]) -> dict[str, Tensor]:
 
 
 class EpochOrder(Sampler[int]):
-    """A fresh order each epoch, drawn from (seed, epoch): the same whenever an epoch starts again.
+    """A new order of the rows in each epoch, drawn from (seed, epoch), so that a resumed epoch has the same order.
 
-    With several processes it ends with -1, which is no row, so that the last step has a batch for each of them:
-    Accelerate would fill it up with rows from the epoch's start, which one process would not see twice.
+    With several processes, -1 (no row) is appended until the last step has a full batch for each of them. Otherwise
+    Accelerate would fill that step up with rows that this epoch has used already.
     """
 
     def __init__(self, trainer: SDMTrainer) -> None:
@@ -56,7 +56,7 @@ class EpochOrder(Sampler[int]):
 
 
 class Schedule(TrainerCallback):  # type: ignore[misc]
-    """Begins epochs, and evaluates and saves in the middle of one."""
+    """Starts each epoch, and evaluates and saves in its middle."""
 
     def __init__(self, trainer: SDMTrainer) -> None:
         self.trainer = trainer
@@ -67,7 +67,7 @@ class Schedule(TrainerCallback):  # type: ignore[misc]
         return max(1, -(-batches // gathered))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A resumed run knows its best checkpoint by the name that its folder had then: it may have been moved since."""
+        """Update the path of the best checkpoint of a resumed run, whose folder may have been moved since."""
         if state.best_global_step is None:
             return
         best = Path(args.output_dir) / f"checkpoint-{state.best_global_step}"

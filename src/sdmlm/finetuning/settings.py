@@ -1,4 +1,4 @@
-"""The settings of a training run: what the command line, a recipe and an earlier run ask for, as one typed object."""
+"""The settings of a training run, from the command line, a recipe and an earlier run, as one typed object."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _MAY_CHANGE_PREFIXES = ("logging_", "log_", "hub_")
 
 
 def may_change_on_resume(name: str) -> bool:
-    """Whether a run remains the same run when this setting changes."""
+    """Whether a resumed run may have another value of this setting."""
     return name in MAY_CHANGE_ON_RESUME or name.startswith(_MAY_CHANGE_PREFIXES)
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything that was asked for.
+    """The settings of a run.
 
-    `values` holds the settings by name as training.json records them: what was set, without defaults. `config` holds
-    the fields of `SDMConfig` with their defaults.
+    `values` holds the settings that were given, by name, as training.json records them. `config` holds all fields of
+    `SDMConfig`, with defaults.
     """
 
     values: dict[str, Any]
@@ -74,7 +74,7 @@ class RunSettings:
         return self.values.get("reward")
 
     def lora(self) -> Any:
-        """PEFT's configuration, None for training all weights. No dropout: it would cost a second pass each step."""
+        """PEFT's configuration; None for training all weights. No dropout, which would need a second pass in each step."""
         rank, scale = self.values.get("lora_r"), self.values.get("lora_alpha")
         if rank is None:
             return None
@@ -104,8 +104,8 @@ def read_settings(
 ) -> RunSettings:
     """The settings of a run. `given` wins over the recipe, and both over the `record` of the run to resume.
 
-    Values in `given` may be text, as the command line has them. A resumed run refuses other values than its own for
-    settings that would make another run of it.
+    Values in `given` may be text, as on the command line. A resumed run refuses changes of settings that influence the
+    weights.
     """
     from sdmlm.finetuning.config import SDMConfig
 
@@ -155,7 +155,7 @@ def record_to_resume(output: str | Path | None, resume: bool) -> dict[str, Any] 
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
     record = None
-    with contextlib.suppress(ValueError):  # the training.json of something else
+    with contextlib.suppress(ValueError):  # a training.json of another program
         record = read_record(folder)
     if record is None:
         raise ValueError(f"{folder} holds something else than a training run of sdmlm: name another folder.")

@@ -13,11 +13,11 @@ SMALL_MODEL = 10_000_000  # parameters
 
 @contextmanager
 def threads_for(parameters: int) -> Iterator[int]:
-    """One thread for a small model on a CPU, until the context ends; otherwise torch's own number, which is unchanged.
+    """One thread for a small model on a CPU, until the context ends; otherwise torch's number of threads is unchanged.
 
-    Matrices this small are multiplied fastest by one thread: several wait for each other, and far longer beside
-    another job. OMP_NUM_THREADS in the environment is the user's own choice and wins. Only commands, and
-    `calibrate`, call this: a library caller's threads are left alone.
+    Matrices this small are multiplied fastest by one thread: several threads wait for each other, above all when another
+    job runs. OMP_NUM_THREADS in the environment wins. Only commands and `calibrate` call this; the threads of a program that
+    uses the library are not changed.
     """
     before = torch.get_num_threads()
     if parameters >= SMALL_MODEL or torch.accelerator.is_available() or os.environ.get("OMP_NUM_THREADS"):

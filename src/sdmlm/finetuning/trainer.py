@@ -1,9 +1,9 @@
-"""SDMTrainer: any Hugging Face causal LM becomes an SDM language model (docs/method.md, sections 4 to 7).
+"""SDMTrainer: fine-tune any Hugging Face causal LM into an SDM language model (docs/method.md, sections 4 to 7).
 
-An epoch: hard negatives are generated for the prompts that drew one, an SDM layer is fitted on one document per prompt
-with the LM frozen, and then, step by step, that layer gives each document the base of its next-token loss. In the middle
-and at the end of an epoch another SDM layer is fitted over the calibration set D_ca, and the next-token loss over D_ca
-under it picks the checkpoint. At the end of training the SDM layer for use is fitted.
+In each epoch, hard negatives are generated for the prompts that drew one, and an SDM layer is fitted on one document per
+prompt with the LM frozen. In the training steps, that layer gives each document the base of its next-token loss. In the
+middle and at the end of an epoch, another SDM layer is fitted over the calibration set D_ca, and the next-token loss over
+D_ca is computed with its bases; the checkpoint is chosen by this loss. After training, the final SDM layer is fitted.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class SDMTrainer(SavingTrainer):
     train_dataset : sequence of rows
         Each row maps "prompt", "chosen" and "rejected" to text or messages; further columns go to the reward.
     eval_dataset : sequence of rows
-        The calibration set D_ca. It picks the checkpoint, and the final SDM layer is fitted over it.
+        The calibration set D_ca. The checkpoint is chosen on it, and the final SDM layer is fitted over it.
     processing_class : tokenizer, optional
         Default: the tokenizer of the model.
     reward_funcs : callable, str or a list of one, optional
         r, a function `(prompts, completions, **columns) -> list` of 0 and 1, or "module:function". By default a
         completion is right if it equals `chosen`.
     peft_config : peft.PeftConfig, optional
-        Trains an adapter instead of all weights. Over a model loaded in 4 or 8 bits this is QLoRA, which our tests do
+        Trains an adapter instead of all weights. With a model loaded in 4 or 8 bits this is QLoRA, which our tests do
         not cover on a GPU.
     callbacks, optimizers : as in `transformers.Trainer`
 
@@ -76,7 +76,7 @@ class SDMTrainer(SavingTrainer):
     estimator : SDMEstimator or None
         The final SDM layer, after `train` or `fit_final_layer`.
     calibration_answers : AnswerCount or None
-        How many calibration prompts the LM answered rightly, counted while the final layer was fitted.
+        How many calibration prompts the LM answered correctly, counted while the final layer was fitted.
     training_layer : SDMEstimator or None
         The SDM layer of the current epoch (`loss="sdm"`).
     encoder : Encoder
@@ -150,7 +150,7 @@ class SDMTrainer(SavingTrainer):
             callbacks=[*(callbacks or []), Schedule(self)],
             optimizers=optimizers,
         )
-        # compute_loss divides by the tokens of the whole (global, accumulated) batch, whatever the model's own loss does.
+        # compute_loss divides by the tokens of the whole (global, accumulated) batch, unlike the model's own loss.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self._loss_shifts_labels = True
@@ -171,7 +171,7 @@ class SDMTrainer(SavingTrainer):
             args.max_new_tokens = completion_room(self.encoder, [*self.rows, *self.calibration_rows])
 
     def _prepare_documents(self, args: SDMConfig) -> None:
-        """The policy that chooses one document per row, and the choice over D_ca, the same for all checkpoints."""
+        """Set up the policy that chooses one document per row, and the choice for D_ca, the same for all checkpoints."""
         assert args.max_new_tokens is not None
         self.calibration_positive = positives(args, len(self.calibration_rows), epoch=0)
         check_draws(args, len(self.rows), len(self.calibration_rows))
@@ -190,7 +190,7 @@ class SDMTrainer(SavingTrainer):
         return EpochOrder(self)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Hard negatives and the SDM layer of an epoch (from 0), unless a checkpoint brought them."""
+        """Make hard negatives and the SDM layer of an epoch (from 0), unless they were loaded from a checkpoint."""
         if self.layer_epoch == epoch:
             return
         hard = self.args.hard_negatives and epoch > 0
@@ -215,7 +215,7 @@ class SDMTrainer(SavingTrainer):
         self.layer_epoch = epoch
 
     def choose_documents(self, epoch: int) -> None:
-        """One document per row for an epoch (from 0), encoded."""
+        """Choose and encode one document per row for an epoch (from 0)."""
         self._documents = self.negatives.documents(self.rows, range(len(self.rows)), epoch + 1, self.encoder)
         self._encoded_documents = [
             encode_document(self.encoder, row, document)
@@ -223,14 +223,14 @@ class SDMTrainer(SavingTrainer):
         ]
 
     def use_training_layer(self, layer: SDMEstimator) -> None:
-        """Take the bases of the next steps from this SDM layer."""
+        """Use this SDM layer for the bases of the next steps."""
         self.training_layer = layer
         self._own_entry = layer.support_index(range(len(self.rows)))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Row numbers from the loader become padded documents, with the tokens that count in the global batch."""
+        """The padded documents of the row numbers from the loader, and the number of tokens with a loss in the global batch."""
         taken = [loaded for _, loaded in zip(range(num_batches), epoch_iterator, strict=False)]
         numbers = [[i for i in loaded["rows"].tolist() if i >= 0] for loaded in taken]
         batches = padded_batches(numbers, self._documents, self._encoded_documents, self.encoder.pad_id)
@@ -248,7 +248,7 @@ class SDMTrainer(SavingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The SDM next-token loss of a batch: one forward pass gives h, from h the base, from the base the loss."""
+        """The SDM next-token loss of a batch: from one forward pass come h, from h the base, and with the base the loss."""
         base = None
         if self.args.loss == "sdm" and self._random:
             model.eval()
@@ -287,7 +287,7 @@ class SDMTrainer(SavingTrainer):
         start = time.perf_counter()
         rows, y = inputs["rows"].cpu(), inputs["reward"].cpu()
         base = loss_bases(self.training_layer, h, y, torch.from_numpy(self._own_entry[rows.numpy()]))
-        if int(rows[0]) >= 0:  # not the placeholder of a process with nothing left
+        if int(rows[0]) >= 0:  # not the placeholder of a process that has no rows left
             self._metrics["base"] += base.tolist()
             self._metrics["sdm/positive"] += (base[y == 1] - 2).tolist()
             self._metrics["sdm/negative"] += (base[y == 0] - 2).tolist()
@@ -334,8 +334,8 @@ class SDMTrainer(SavingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Fine-tune, load the best checkpoint, fit the final SDM layer.
 
-        `resume_from_checkpoint=True` goes on from the newest complete checkpoint, or starts where there is none; a
-        checkpoint that was cut off while it was written is passed over.
+        `resume_from_checkpoint=True` continues from the newest complete checkpoint, or starts anew if there is none. An
+        incomplete checkpoint is ignored.
         """
         path = None
         if resume_from_checkpoint:
@@ -351,7 +351,7 @@ class SDMTrainer(SavingTrainer):
         return result
 
     def fit_final_layer(self) -> SDMEstimator:
-        """The SDM layer for use, over D_ca with gamma_gen = gamma_diversity = 1."""
+        """Fit the SDM layer for use, over D_ca."""
         with self._phase("final_layer", "Fitting the final SDM layer"):
             final = fit_over_calibration(
                 self.model,
@@ -386,7 +386,7 @@ class SDMTrainer(SavingTrainer):
         self._metrics[f"time/{name}"].append(time.perf_counter() - start)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add what the steps noted since the last log: means over documents, and `time/*` in seconds."""
+        """Log, with the values that the steps recorded since the last log: means over documents, and `time/*` in seconds."""
         if "loss" in logs:
             logs |= self._metrics.means(self.accelerator)
             logs |= self._metrics.pop_times()

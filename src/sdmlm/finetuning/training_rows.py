@@ -1,4 +1,4 @@
-"""Rows on their way into training: checked, called by the reward and encoded once, then passed on in that form."""
+"""Rows for training: checked and encoded once, and then passed on in that form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TrainingRows = list[TrainingRow]
 
 
 def encode_rows(rows: Iterable[PreferenceRow], encoder: Encoder, source: str) -> TrainingRows:
-    """Encode rows that were checked already; a row that is too long is named by its number in `source`."""
+    """Encode rows that were checked already; the error for a row that is too long names its number and `source`."""
     encoded = []
     for number, row in enumerate(rows):
         name = f"{number} of {source}"
@@ -55,7 +55,7 @@ def encode_document(encoder: Encoder, row: TrainingRow, document: EpochDocument)
 def training_rows(
     rows: Iterable[PreferenceRow] | Sequence[TrainingRow], encoder: Encoder, reward: Reward, name: str
 ) -> TrainingRows:
-    """Rows of any data set, checked and encoded; `TrainingRow`s have been and are taken as they are."""
+    """Rows of any data set, checked and encoded; `TrainingRow`s are both already, and are returned unchanged."""
     given = list(rows)
     if given and all(isinstance(row, TrainingRow) for row in given):
         return given  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""An answer before it is judged: how the LM is to write it, and its text while and after it is written."""
+"""Answers before they are judged: the settings of their generation, and their text while and after it is generated."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Answer:
     lm_verdict: bool | None = None
     finish_reason: str = "given"
     start: int = 0  # how many of `ids` are the prompt's
-    h: Tensor | None = None  # its summary, where the states of the generation gave it
+    h: Tensor | None = None  # its summary, if it is known
 
 
 class AnswerText:
-    """The text of one answer while its ids grow: where a stop string ends it, and which part of it is final already."""
+    """The text of one answer while its ids are generated: where a stop string ends it, and which part is final already."""
 
     def __init__(self, encoder: Encoder, stop: Sequence[str] = ()) -> None:
         self._encoder, self._stop, self._sent = encoder, stop, 0

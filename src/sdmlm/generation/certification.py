@@ -1,4 +1,4 @@
-"""Renew the certificate of an SDM language model with fresh rows: what `sdmlm certify DIR --data ROWS` does."""
+"""Renew the certificate of an SDM language model with fresh rows (`sdmlm certify DIR --data ROWS`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sdmlm.storage.artifacts import SDM_FOLDER
 if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
 
-CANDIDATE_SHARE = 0.2  # of the rows fix the candidate thresholds; the others test them
-LEAST_USUAL = 50  # own answers from which it can be said what is usual
+CANDIDATE_SHARE = 0.2  # share of the rows that fix the candidate thresholds; the others test them
+LEAST_USUAL = 50  # number of own answers needed to say which answers are usual
 
 
 def own_answers(
@@ -51,7 +51,7 @@ def certify_lm(
     save: bool = True,
     progress: bool = True,
 ) -> AnswerCertificate:
-    """Certify which greedy answers of a model are verified, with rows that played no part in training or calibration.
+    """Certify which greedy answers of a model are verified, with rows that were not used for training or calibration.
 
     The certificate replaces the present one, in `lm` and, with `save`, in its folder.
     """

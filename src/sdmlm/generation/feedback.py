@@ -1,7 +1,7 @@
-"""Feedback: documents judged by a person that join the support of a model's SDM layer, and can be removed again.
+"""Feedback: documents judged by a person are added to the support of a model's SDM layer, and can be removed again.
 
 The SDM layer on disk stays as it was fitted. `sdm/feedback/` holds the documents with their summaries h, which depend only
-on the LM. Loading adds them to the support, so a document that is taken back is simply left out.
+on the LM. Loading a model adds them to the support, so a document that was removed is simply not added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KIND, VERSION = "sdmlm feedback", 1
 
 @dataclass(frozen=True)
 class FeedbackItem:
-    """One document with a person's label: 1 where it follows the instructions, 0 where it does not."""
+    """One document with a person's label: 1 if it follows the instructions, 0 if not."""
 
     id: str
     text: str  # the whole document, prompt included
@@ -35,7 +35,7 @@ class FeedbackItem:
 
 @dataclass(frozen=True)
 class FeedbackLog:
-    """All feedback that was given and not taken back, in order, and the number of the next item."""
+    """All feedback that was given and not undone, in order, and the number of the next item."""
 
     items: tuple[FeedbackItem, ...] = ()
     next: int = 1
@@ -61,7 +61,7 @@ class FeedbackLog:
 
 
 class FeedbackStore:
-    """The feedback of one model: as it is used in this process, and as it was last seen on disk.
+    """The feedback of one model: as this process uses it, and as this process last saw it on disk.
 
     `fitted` is the estimator without feedback, `fingerprint` that of the LM's weights.
     """
@@ -72,7 +72,7 @@ class FeedbackStore:
 
     @contextlib.contextmanager
     def latest(self, sdm: Path | None) -> Iterator[FeedbackLog]:
-        """All feedback so far. With a folder: including that of other processes, which wait until this block ends."""
+        """All feedback so far. With a folder, this includes feedback of other processes; they wait until the block ends."""
         if sdm is None:
             yield self.log
             return
@@ -89,8 +89,8 @@ class FeedbackStore:
                 )
 
     def use(self, log: FeedbackLog, sdm: Path | None) -> SDMEstimator:
-        """Take over a log, stored in a folder if one is given; returns the estimator with it."""
-        estimator = with_feedback(self.fitted, log.items)  # all at once, as after a reload: the same to the last bit
+        """Use a log, and store it if a folder is given; returns the estimator with its feedback."""
+        estimator = with_feedback(self.fitted, log.items)  # all at once, to be identical to the state after a reload
         if sdm is not None:  # first: if it cannot be stored, nothing changes
             save_feedback(sdm, log, self.fingerprint)
             self._stored = log
@@ -98,12 +98,12 @@ class FeedbackStore:
         return estimator
 
     def saved(self) -> None:
-        """The log in use has just been written to the model's folder."""
+        """To be called after the log in use was written to the model's folder."""
         self._stored = self.log
 
 
 def label_number(label: Any, tags: VerificationTags) -> int:
-    """1 for True, "yes" or the word of the tags for it; 0 for the opposite."""
+    """1 for True, "yes" or the tags' word for yes; 0 for False, "no" or the tags' word for no."""
     words = {"yes": 1, "no": 0, tags.yes.lower(): 1, tags.no.lower(): 0}
     known = label if isinstance(label, bool) else words.get(label.lower()) if isinstance(label, str) else None
     if known is None:
@@ -112,7 +112,7 @@ def label_number(label: Any, tags: VerificationTags) -> int:
 
 
 def with_feedback(estimator: SDMEstimator, items: Sequence[FeedbackItem]) -> SDMEstimator:
-    """A copy of the estimator with these documents in its support; the one given stays as it is."""
+    """A copy of the estimator with these documents in its support; the given estimator does not change."""
     if not items:
         return estimator
     h = torch.stack([item.h for item in items])
@@ -129,7 +129,7 @@ def save_feedback(sdm: Path, log: FeedbackLog, fingerprint: str) -> None:
 
 
 def load_feedback(sdm: Path, fingerprint: str) -> FeedbackLog:
-    """What `save_feedback` wrote, an empty log if there is none; refused if it belongs to other weights."""
+    """What `save_feedback` wrote, or an empty log; feedback for other weights is refused."""
     folder = sdm / FEEDBACK
     if not (folder / CONFIG).exists():
         return FeedbackLog()

@@ -1,4 +1,4 @@
-"""From scores to verifications, and the regions that decide."""
+"""From scores to verifications: the deciding region or certificate, and the reason in words."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def widened(region: HighReliabilityRegion) -> HighReliabilityRegion:
     the last digits, so without a margin the document could fall on either side of its own threshold.
     """
     psi = tuple(value - min(_OUTPUT_NOISE, _OUTPUT_NOISE_SHARE * max(0.0, 1 - value)) for value in region.psi)
-    slack = min(region.q_min * _Q_NOISE_SHARE, _MAX_Q_NOISE)  # never a whole neighbour
+    slack = min(region.q_min * _Q_NOISE_SHARE, _MAX_Q_NOISE)  # always less than one neighbour
     return HighReliabilityRegion(region.alpha, region.q_min - slack, psi)
 
 
 def decided(scores: Scores, region: Callable[[float], HighReliabilityRegion], alpha: float) -> Scores:
-    """Scores decided by other regions (one for each alpha) than those of the estimator."""
+    """Scores with the decisions of other regions (one for each alpha) than the estimator's."""
     own = region(alpha)
     at = membership([region(a) for a in ALPHA_GRID], scores.q_prime, scores.p, scores.prediction)
     return dataclasses.replace(

@@ -1,8 +1,8 @@
-"""SDMLanguageModel: generation whose answers come with the verdict of the SDM layer (docs/method.md, "Use").
+"""SDMLanguageModel: generation in which every answer comes with the verdict of the SDM layer (docs/method.md, "Use").
 
-The LM generates as usual. The SDM layer reads the document (prompt, answer, `<verified>`), and the verdict after the tag is
-its prediction, never the LM's next token. An answer without a tag gets one and is judged like any other. However an answer
-came about, it is judged as an answer to the prompt that was asked, so `verify(prompt, text)` says the same.
+The LM generates as usual. The SDM layer reads the document (prompt, answer, `<verified>`), and the verdict is its prediction,
+never the LM's next token. An answer without a tag gets one and is judged like any other. Every answer is judged as an answer
+to the original prompt, however it was generated, so `verify(prompt, text)` gives the same verdict.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class SDMLanguageModel:
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer.
     encoder : Encoder
-        How documents are put to the model: tags, chat template, length.
+        How documents are formatted for the model: tags, chat template, length.
     estimator : SDMEstimator
         The SDM layer, over the classes No (0) and Yes (1).
     metadata : mapping
         The content of `sdm/lm.json`.
     folder : Path, optional
-        Where feedback is kept; None for a model of the Hub.
+        Where feedback is stored; None for a model of the Hub.
 
     Attributes
     ----------
@@ -70,9 +70,9 @@ class SDMLanguageModel:
     estimator : SDMEstimator
         The SDM layer with the feedback so far in its support.
     search_calibrations : tuple of SearchCalibration
-        The searches that were calibrated as a whole.
+        The calibrations of searches.
     answer_certificate : AnswerCertificate or None
-        As saved; `certificate()` is the one that applies.
+        The certificate as saved; `certificate()` returns it only where it applies.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class SDMLanguageModel:
 
     @property
     def reads_likelihood(self) -> bool:
-        """Whether the SDM layer looks at the likelihood of answers, beside the states."""
+        """Whether the SDM layer reads the likelihood of answers in addition to the states."""
         return self.metadata.get("summary") == LIKELIHOOD
 
     @property
@@ -144,7 +144,7 @@ class SDMLanguageModel:
         prompts : str, conversation, or list of these
             A conversation is a list of {"role": ..., "content": ...}.
         max_new_tokens : int, optional
-            Bound of an answer; by default that of the documents the SDM layer was fitted over.
+            Most tokens of an answer; by default as for the documents that the SDM layer was fitted over.
         temperature, top_p, seed
             Temperature 0 is greedy. Otherwise the same seed gives the same answers.
         stop : str or list of str, optional
@@ -152,7 +152,7 @@ class SDMLanguageModel:
         alpha : float, optional
             Another alpha than the model's, for this call.
         neighbors : int
-            How many support documents come along as evidence.
+            How many of the nearest support documents to return as evidence.
         search : SearchPolicy or str, optional
             What to try when an answer is not verified: a policy or its kind ("resample", "reprompt", "continue").
         on_text : callable, optional
@@ -191,8 +191,8 @@ class SDMLanguageModel:
     ) -> Any:
         """Judge answers written by anyone: a person, another LM, an API.
 
-        A verification suffix at the end of a completion, whole or cut off, is not judged as part of it. Everything else
-        that a completion says about itself is text like any other.
+        A verification suffix at the end of a completion, complete or cut off, is removed first. Anything else that a
+        completion says about itself is ordinary text.
 
         Parameters
         ----------
@@ -219,7 +219,7 @@ class SDMLanguageModel:
         return judged[0] if single else judged
 
     def read_prompts(self, prompts: Sequence[Any]) -> list[PromptIds]:
-        """The token ids of each prompt; one that cannot be answered is refused by its position."""
+        """The token ids of each prompt. A prompt that cannot be answered is an error that names its position."""
         return [reading.read_prompt(self.encoder, prompt, n) for n, prompt in enumerate(prompts)]
 
     def sampling(
@@ -250,8 +250,8 @@ class SDMLanguageModel:
 
         `listeners` maps a prompt's index to a callback for the pieces of its answer; the answer ends when the callback
         returns False. `keep_going(index)` is called after every token; the answer ends when it returns False.
-        For search: the LM reads `contexts` instead of the prompts, and its turn begins with the ids `prefixes`. It has then read
-        another text than the document that is judged, so h is left to `judge`.
+        For search: the LM reads `contexts` instead of the prompts, and its turn begins with the ids `prefixes`. The text that it
+        reads is then not the document that is judged, so `judge` computes h.
         """
         # A larger max_new_tokens must not shorten the prompt further.
         room = answer_room(self.encoder, min(sampling.max_new_tokens, self.sampling().max_new_tokens))
@@ -264,7 +264,7 @@ class SDMLanguageModel:
     def judge(
         self, answers: Sequence[Answer], alpha: float, neighbors: int, progress: bool = True
     ) -> list[Verification]:
-        """What the SDM layer says about answers."""
+        """The verdicts of the SDM layer on answers."""
         if not answers:
             return []
         h = self.summaries(answers, progress)
@@ -273,28 +273,28 @@ class SDMLanguageModel:
         return judged if certificate is None else by_certificate(judged, certificate, scores, h)
 
     def certificate(self, alpha: float | None = None) -> AnswerCertificate | None:
-        """The certificate that decides which answers are verified: made for this SDM layer, and for no lower alpha."""
+        """The certificate that decides which answers are verified; None if it is for another SDM layer or a lower alpha."""
         return applicable(self.answer_certificate, self._checked_alpha(alpha), self.digest)
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
-        """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
+        """h of each answer's document: from its generation where that gives the same h, otherwise from a pass over it."""
         with self._precision():
             how = self.reads_likelihood, self.tokens_per_batch, progress
             return add_missing(self.model, self.encoder, answers, *how)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision of the documents that the SDM layer was fitted over: mixed, if training was."""
+        """A context with the precision in which the SDM layer's documents were read: autocast, if training used it."""
         name = self.metadata.get("autocast")
         if name is None:
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, dtype=getattr(torch, name))
 
     def score(self, h: Tensor, alpha: float) -> Scores:
-        """Scores of summaries at an alpha, decided by `region`."""
+        """Scores of summaries at an alpha, with decisions by `region`."""
         return self.estimator.score(h, alpha=alpha, regions=self.region)
 
     def region(self, alpha: float | None = None) -> HighReliabilityRegion:
-        """The high-reliability region that answers are decided by."""
+        """The high-reliability region that decides about answers."""
         return widened(self.estimator.region(self._checked_alpha(alpha)))
 
     def verdicts(
@@ -319,16 +319,16 @@ class SDMLanguageModel:
     def feedback(self, prompt: Prompt, completion: str | Messages, label: bool | str, *, save: bool = True) -> str:
         """Add a document that a person has judged to the support, and return its id.
 
-        label: whether the completion follows the instructions: True or "yes", False or "no". The weights stay; q, d and
-        the region change, as does every later decision near it. It is kept in the model's folder (`sdm/feedback/`) unless
-        `save` is False. Calibrations of searches hold for the support that they were made with: they no longer apply.
+        label: whether the completion follows the instructions: True or "yes", False or "no". The weights do not change; q, d
+        and the region do, and with them later decisions about similar answers. Feedback is stored in the model's folder
+        (`sdm/feedback/`) unless `save` is False. Calibrations of searches, made with another support, no longer apply.
         """
         y = label_number(label, self.tags)
         sdm = self._feedback_folder(save)
         try:
             answer = reading.read_completion(self.encoder, reading.read_prompt(self.encoder, prompt), completion)
         except BadInput as error:
-            error.args = (error.named(),)  # there is only one
+            error.args = (error.named(),)  # without a position: there is only one
             raise
         h = self.summaries([answer], progress=False)[0]
         with self.feedback_store.latest(sdm) as log:
@@ -337,7 +337,7 @@ class SDMLanguageModel:
         return log.items[-1].id
 
     def undo_feedback(self, id: str | None = None, *, save: bool = True) -> str:
-        """Take one feedback back (default: the latest), also after a reload; returns its id."""
+        """Remove one feedback (default: the latest), also after a reload; returns its id."""
         sdm = self._feedback_folder(save)
         with self.feedback_store.latest(sdm) as log:
             log, removed = log.without(id)
@@ -371,8 +371,8 @@ class SDMLanguageModel:
     ) -> SDMLanguageModel:
         """Open a folder, or a model of the Hub, that holds a causal LM with its SDM layer in `sdm/`.
 
-        device: by default a GPU where there is one. dtype: by default the one that the SDM layer was fitted in. A layer
-        that was fitted over other weights is refused, unless `allow_other_weights`: its verdicts then mean little.
+        device: by default a GPU if there is one. dtype: by default that in which the SDM layer was fitted. An SDM layer of
+        other weights is refused; with `allow_other_weights` it is used, but its verdicts are not reliable.
         `hub`: options of `huggingface_hub.snapshot_download`, such as revision and token.
         """
         return storage.load(cls, path, device, dtype, allow_other_weights, hub)
@@ -380,7 +380,7 @@ class SDMLanguageModel:
     def save_pretrained(self, folder: str | Path) -> None:
         """Save model, tokenizer, `sdm/` with feedback and calibrated searches, and a model card (README.md).
 
-        Into the folder that the model came from, the weights are not written again.
+        If this is the folder that the model was loaded from, the weights are not written again.
         """
         storage.save(self, Path(folder))
 
@@ -395,6 +395,6 @@ class SDMLanguageModel:
     ) -> str:
         """Save to a repository of the Hugging Face Hub, which is created if there is none; returns its address.
 
-        The texts of the support documents, feedback among them, go with the model.
+        This uploads the texts of the support documents too, feedback among them.
         """
         return storage.push(self, repo_id, private, token, revision, commit_message)

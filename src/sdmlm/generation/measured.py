@@ -1,4 +1,4 @@
-"""What a model did on test sets with its own answers, as `sdmlm replicate` or the demo saved it in the model's folder."""
+"""The results of a model on test sets, as `sdmlm replicate` or the demo saved them in the model's folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Measured:
 
 
 def measured(lm: SDMLanguageModel) -> list[Measured]:
-    """One entry for each test set, by name; none where nothing was measured with this SDM layer."""
+    """One entry for each test set on which this SDM layer was evaluated, by name."""
     if lm.folder is None:
         return []
     evaluations: dict[str, Evaluation] = {}

@@ -1,4 +1,4 @@
-"""The model card (README.md) of a saved SDM language model: data, settings, the region, what it promises and what not."""
+"""The model card (README.md) of a saved SDM language model: data, settings, the region, what is promised and what is not."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ This needs sdmlm with its extra `lm`. `AutoModelForCausalLM.from_pretrained` ope
 LIMITS = """\
 ## Limits
 
-- Where nothing is promised above, verified means: accepted with the verdict {yes}.
+- If nothing is promised above, verified means: accepted with the verdict {yes}.
 - Accepted means: in the high-reliability region, where accuracy is *estimated* to be at least alpha for each class. The
-  estimate is from data like the calibration data; under a shift it can fail.
+  estimate is for data like the calibration data; it can fail for other data.
 - The LM's own next token after `{open}` is not the verdict. Without the SDM layer it is no more reliable than a softmax.
-- The verdict is about following the instructions as the reward of the calibration data judged it, and about nothing else.
+- The verdict is only about whether an answer follows the instructions, as the reward of the calibration data defined it.
 - A search over several answers changes what accepted means; answers of a search that was not calibrated say so.
 - The folder `sdm/` holds the texts of the calibration documents, and of feedback, as evidence for decisions.
 """

@@ -1,4 +1,4 @@
-"""Reading prompts and completions: what cannot be answered or judged is refused by its position in the list."""
+"""Reading prompts and completions. One that cannot be answered or judged is an error that names its position in the list."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_prompt(encoder: Encoder, prompt: Any, index: int = 0) -> PromptIds:
 
 
 def read_completion(encoder: Encoder, prompt: PromptIds, completion: Any, index: int = 0) -> Answer:
-    """A completion that somebody else wrote, as an answer to be judged."""
+    """A given completion as an answer to be judged."""
     if not isinstance(completion, str) and not (
         isinstance(completion, Sequence) and len(completion) == 1 and _is_message(completion[0])
     ):

@@ -1,9 +1,9 @@
 """Search under a budget: further answers if the first is not verified.
 
-The paper proposes it in its section on limitations: go on after `<verified>No</verified>`, or start over with the refused
-answer in the prompt; the SDM layer decides where to branch. Every candidate is judged as an answer to the prompt that was
-asked. Which answers of a search are accepted needs a calibration of its own (`sdmlm.generation.search_calibration`);
-without it they have `calibrated=False`.
+The paper proposes it in its section on limitations: continue after `<verified>No</verified>`, or start over with the refused
+answer in the prompt; the SDM layer decides when to try again. Every candidate is judged as an answer to the original prompt.
+Accepting answers of a search needs a calibration of its own (`sdmlm.generation.search_calibration`); without one they have
+`calibrated=False`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KINDS = ("resample", "reprompt", "continue")
 AGAIN = "That answer was not verified. Answer the same instructions again."
-TIE = 1e-6  # outputs this close are equal: the same answer twice may differ in its last bits
+TIE = 1e-6  # outputs this close count as equal: for the same answer they may differ in the last bits
 NOT_CALIBRATED = " The search that chose this answer was not calibrated, so it may be accepted too easily."
 
 
@@ -41,12 +41,12 @@ class SearchPolicy:
     Parameters
     ----------
     kind : str
-        "resample" draws another answer. "reprompt" starts over with the refused answer in the prompt. "continue" goes on
+        "resample" draws another answer. "reprompt" starts over with the refused answer in the prompt. "continue" continues
         generating after the refused answer and `<verified>No</verified>`.
     budget : int
-        How many further answers per prompt, at most.
+        The largest number of further answers per prompt.
     temperature : float
-        Of the further answers; their random numbers come from the seed of the call.
+        Temperature of the further answers; their random numbers come from the seed of the call.
 
     Examples
     --------
@@ -76,13 +76,13 @@ class Searched:
     """The final answer for each prompt."""
 
     answers: list[Answer]
-    scores: Scores  # decided by the SDM layer's own region, as branching is
+    scores: Scores  # with decisions by the SDM layer's own region, which also decides whether to try again
     tries: list[int]
     verifications: list[Verification]
 
 
 def as_policy(search: SearchPolicy | str) -> SearchPolicy:
-    """A policy, or the one of a kind with the default settings."""
+    """The policy, or the policy of this kind with default settings."""
     return SearchPolicy(search) if isinstance(search, str) else search
 
 
@@ -157,7 +157,7 @@ def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
 
 
 def _fits(encoder: Encoder, context: Prompt | PromptIds, turn: Sequence[str] = ()) -> bool:
-    """Whether the context has room for another answer; a prompt that has grown too long is not tried again."""
+    """Whether the context has room for another answer; if not, the prompt is not tried again."""
     try:
         encoder.encode_prompt(context, 1 + len(encoder.refused(turn)))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The calibration of a search as a whole: the region of its final answers, so that they can be accepted like others.
+"""The calibration of a search as a whole: the region in which its final answers can be accepted.
 
-Choosing among candidates changes what "accepted" means: the more tries, the more wrong answers look right by chance. So
+Choosing among candidates changes what "accepted" means: with more tries, more wrong answers look right by chance. So
 `calibrate_search` runs a policy on the calibration rows and finds the region of its final answers (`verified_region`).
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
 
 FILE, FORMAT_VERSION = "search.json", 1
-STEPS, DELTA = 5, 0.05  # thresholds that are tested for a search, and the chance that any passes wrongly
+STEPS, DELTA = 5, 0.05  # number of thresholds that are tested, and the probability that one passes by mistake
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class SearchCalibration:
         return self._regions[alpha]
 
     def deciding(self, alpha: float) -> HighReliabilityRegion:
-        """The region that new answers are decided by."""
+        """The region that decides about new answers."""
         return widened(self.region(alpha))
 
     @property
@@ -137,7 +137,7 @@ def verified_region(
     Algorithm 1 needs answers of both true classes, but hardly any final answer is accepted as No: the search tries again
     after those. So the region accepts only the verdict Yes, and its accuracy is tested with a margin for chance: thresholds
     of 1, 2, 4, 8 and 16 times the layer's q'_min are tested as `certify` does, and the lowest that passes is used. It is
-    never below the threshold for single answers.
+    never lower than the threshold for single answers.
     """
     start = math.inf
     if math.isfinite(own.q_min):
@@ -200,7 +200,7 @@ def calibrate_search(
 
     if save and lm.folder is not None:
         sdm = lm.folder / SDM_FOLDER
-        with locked(sdm):  # another process may have calibrated another search meanwhile
+        with locked(sdm):  # another process may have calibrated another search in the meantime
             save_searches(sdm, joined(load_searches(sdm), [calibration]))
     lm.search_calibrations = joined(lm.search_calibrations, [calibration])
     return calibration
@@ -243,7 +243,7 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
 
 
 def _held_out_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of the rows that were held out for the certificate and whose prompts the SDM layer has not seen elsewhere."""
+    """Numbers of the rows that were held out for the certificate and whose prompts the SDM layer was not fitted over."""
     n = lm.metadata["calibration_rows"]
     if len(rows) != n:
         raise ValueError(
@@ -265,13 +265,13 @@ def _key(prompt: Prompt) -> str:
 
 
 def save_searches(sdm: Path, searches: Sequence[SearchCalibration]) -> None:
-    """Write `sdm/search.json`; nothing where there is nothing to write."""
+    """Write `sdm/search.json`, if there are searches or an older file."""
     if searches or (sdm / FILE).exists():
         write_metadata(sdm / FILE, {"format_version": FORMAT_VERSION, "searches": [c.to_dict() for c in searches]})
 
 
 def load_searches(sdm: Path) -> tuple[SearchCalibration, ...]:
-    """What `save_searches` wrote, nothing where there is none."""
+    """What `save_searches` wrote; empty if there is no file."""
     path = sdm / FILE
     if not path.exists():
         return ()

@@ -50,7 +50,7 @@ def load(
         expected = metadata["fingerprint"]
         if metadata.get("autocast") not in (None, "bfloat16", "float16"):
             raise ValueError(f"autocast {metadata['autocast']!r}")
-        own_dtype = metadata.get("dtype", "auto")  # older folders do not say: then that of the saved weights
+        own_dtype = metadata.get("dtype", "auto")  # older folders do not say; "auto" is that of the saved weights
         if own_dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype {own_dtype!r}")
     except (KeyError, TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ def save(lm: SDMLanguageModel, folder: Path) -> None:
 
 
 def _write(lm: SDMLanguageModel, folder: Path, name: str, weights: bool = True) -> None:
-    """`name` is what the card calls the model; without `weights` those that are there stay."""
+    """Write all files. `name` is the model's name in its card; without `weights`, the present weights are kept."""
     from sdmlm.generation.model_card import WRITTEN_BY, model_card
 
     if folder.exists() and not folder.is_dir():
@@ -109,7 +109,7 @@ def _write(lm: SDMLanguageModel, folder: Path, name: str, weights: bool = True) 
     if lm.folder is not None:
         copy_record(lm.folder, folder)
     card = folder / "README.md"
-    if not card.exists() or WRITTEN_BY in card.read_text(encoding="utf-8", errors="replace"):  # not somebody else's
+    if not card.exists() or WRITTEN_BY in card.read_text(encoding="utf-8", errors="replace"):  # never a card of others
         write_text_atomically(card, model_card(lm, name))
 
 

@@ -1,4 +1,4 @@
-"""The summaries h of answers: from their generation where that is exact, otherwise from a pass over the document."""
+"""The summaries h of answers: from their generation where that gives the same h, otherwise from a pass over the document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdmlm.language_model.reading import embed_sequences
 
 
 def check_summary(kind: str, model: Any, features: int) -> None:
-    """Refuse an SDM layer that reads other summaries than this model gives."""
+    """Refuse an SDM layer whose summaries have another width than this model's."""
     width = summary_width(kind, inner_lm(model).config.get_text_config().hidden_size)
     if features != width:
         raise ValueError(
@@ -27,7 +27,7 @@ def check_summary(kind: str, model: Any, features: int) -> None:
 def add_missing(
     model: Any, encoder: Encoder, answers: Sequence[Answer], likelihood: bool, tokens_per_batch: int, progress: bool
 ) -> Tensor:
-    """h of all answers (N, D); those that have none yet are read in one pass each and keep it."""
+    """h of all answers (N, D); it is computed and stored for those that have none yet."""
     missing = [answer for answer in answers if answer.h is None]
     if missing:
         ids, lm = [answer.ids for answer in missing], inner_lm(model)

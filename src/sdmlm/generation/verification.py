@@ -29,9 +29,9 @@ class Verification:
     probability, probability_lower, probability_upper : float
         SDM(z') of the predicted class, with its bounds.
     q : int
-        How many of the nearest support documents, in a row, share the verdict and were rightly predicted.
+        How many of the nearest support documents in a row have the same verdict and were predicted correctly.
     d : float
-        Distance quantile in [0, 1]; 1 is as near to the support as can be.
+        Distance quantile in [0, 1]; 1 is the nearest to the support.
     d_nearest : float
         Euclidean distance to the nearest support document.
     q_prime : float
@@ -51,14 +51,14 @@ class Verification:
     completion : str
         `text` followed by the verification suffix with the verdict of the SDM layer.
     generated : str or None
-        What the LM wrote, verbatim, up to its end of turn; None for an answer that was given.
+        The exact text that the LM generated, up to its end of turn; None for an answer that was given to `verify`.
     lm_verdict : bool or None
         The LM's own verdict after its right-most tag, if there is one.
     finish_reason : str
-        "stop" or "length"; "given" for an answer that was given.
+        "stop" or "length"; "given" for an answer that was given to `verify`.
     prompt_tokens, completion_tokens : int
-        Tokens of the prompt, and those generated (by a search: in all its tries). For an answer that was given:
-        those after the prompt that the SDM layer read.
+        Tokens of the prompt, and generated tokens (of a search: in all its tries). For an answer that was given to
+        `verify`: the tokens after the prompt that the SDM layer read.
     tries : int
         How many answers a search generated.
     calibrated : bool
@@ -82,7 +82,7 @@ class Verification:
     >>> v.verified
     True
     >>> import dataclasses
-    >>> dataclasses.replace(v, verdict="No").verified  # accepted, but as wrong
+    >>> dataclasses.replace(v, verdict="No").verified  # accepted, with the verdict that it is wrong
     False
     >>> dataclasses.replace(v, verdict="No").outcome
     'judged wrong'

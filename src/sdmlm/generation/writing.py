@@ -1,4 +1,4 @@
-"""The LM writes answers: generation with listeners, stop strings and the summaries that the states give on the way."""
+"""Generating answers: with listeners, stop strings, and summaries from the states of the generation."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def write_answers(
         if (keep_going is not None and not keep_going(n)) or texts[n].stopped(ids):
             return True
         listener = listeners.get(n)
-        piece = texts[n].piece(ids) if listener is not None else ""  # decoding costs time: only for a listener
+        piece = texts[n].piece(ids) if listener is not None else ""  # decoding costs time
         return bool(piece) and listener is not None and listener(piece) is False
 
-    # Summaries can be read off the generation only if the LM reads the very document that is judged.
+    # The generation gives summaries only if the LM reads the document that is judged.
     reader: GenerationReader | None = None
     if contexts is None and prefixes is None:
         reader = (
@@ -84,7 +84,7 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
     body, verdict = text.read(verbatim)
     try:
         document, start = encoder.judged_document(prompt, body)
-    except ValueError:  # encoded again, the answer has more tokens than before, too many: judge the ids as generated
+    except ValueError:  # encoded again, the answer has more tokens, and too many: judge the ids as they were generated
         document, start = prompt_ids + _up_to_tag(encoder, ids), len(prompt_ids)
     ended = text.stopped(ids) or encoder.ends(ids)
     return Answer(
@@ -102,7 +102,7 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
 def _up_to_tag(encoder: Encoder, ids: list[int]) -> list[int]:
     """Generated ids up to and including their right-most `<verified>`, or with one appended.
 
-    Control tokens that the LM wrote into its answer are left out: no answer may hold turns of its own.
+    Control tokens that the LM wrote into its answer are left out: an answer must not contain turns.
     """
     turn, tag = encoder.turn(ids), encoder.open_ids
     ends = range(len(turn) - len(tag), -1, -1)

@@ -1,9 +1,9 @@
-"""Conversations as token ids: the chat template's text is trusted, what the messages say is content.
+"""Conversations to token ids. The text of the chat template is trusted, the contents of the messages are not.
 
-A template may trim its contents, leave some out or look into them, so only rendering it shows what becomes of them. To find the
-contents in the rendered text, it is rendered once more with a secret mark before and after each. If no control token of the
-rendered text lies in a content or across its border, the text is encoded in one piece, as the tokenizer does it. Otherwise the
-template's text and the contents are encoded apart.
+A template may trim contents, leave some out, or depend on them, so their place is only known after rendering. To locate them,
+the conversation is rendered a second time with a random mark before and after each content. If no control token of the rendered
+text lies in a content or across its border, the text is encoded in one piece, as the tokenizer does it. Otherwise the template's
+text and the contents are encoded separately.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ChatTemplate:
         return [i for i in self._text.trusted(text, follows=False) if i in self._text.control_ids]
 
     def _apart(self, messages: Messages) -> list[int]:
-        """The template's text and the contents, each encoded by itself.
+        """The ids if the template's text and the contents are encoded separately.
 
         Control strings of a content are hidden from the template, which otherwise might act on them.
         """
@@ -152,7 +152,7 @@ class ChatTemplate:
         return ids
 
     def _written_tokens(self) -> set[int]:
-        """Tokens that the template writes as marks, although the tokenizer does not call them special."""
+        """Tokens that the template writes as markers although the tokenizer does not list them as special."""
         from jinja2 import TemplateError
 
         written: set[int] = set()
@@ -175,7 +175,7 @@ class ChatTemplate:
 
 
 def _changed(messages: Messages, change: Callable[[str], str]) -> list[dict[str, str]]:
-    """Messages with other contents; those without text stay, as templates may look whether there is any."""
+    """Messages with changed contents. Those without text stay as they are: a template may check whether there is any."""
     return [{**m, "content": change(_content(m))} if _content(m).strip() else dict(m) for m in messages]
 
 

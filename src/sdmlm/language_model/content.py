@@ -1,11 +1,11 @@
 """Text to token ids, for two kinds of text: trusted text, in which control strings count, and content, in which they do not.
 
-Trusted is what the program writes itself: the verification tags and the text of the chat template. Content is everything that
-comes from outside. A control string in content (`<|end|>`) is encoded as the characters that it is made of, so that nobody can
-end a turn or begin another by writing so (docs/security.md).
+Trusted text is what the program writes itself: the verification tags and the text of the chat template. Content is everything
+that comes from outside. A control string in content (`<|end|>`) is encoded as ordinary characters, so nobody can end a turn or
+begin another by writing one (docs/security.md).
 
-Content without control strings gets the ids that the tokenizer gives it. Content with some is cut inside of each, and the
-pieces are encoded apart and joined. What counts is the ids: the pieces are cut until no control id is left.
+Content without control strings gets the ids that the tokenizer gives it. Otherwise the text is cut inside each control string,
+and the pieces are encoded separately and joined. Pieces are cut again until no control id is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sdmlm.errors import ControlText
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The ids of a text, and the part of the text that each stands for (None where the tokenizer does not tell)."""
+    """The ids of a text, and the part of the text that each stands for (None if the tokenizer does not report it)."""
 
     text: str
     ids: list[int]
@@ -39,8 +39,8 @@ class TextEncoder:
         self._anchor_length = len(self._spelled(self._anchor))
         if self.decode(self._anchor) != "a":  # the tokenizer puts a space before every text
             self._anchors = {a: self.trusted(a, follows=False) for a in ("\n", ">", "a", ".", "0")} | self._anchors
-        # The unknown token also stands for ordinary characters that the vocabulary lacks. It controls nothing, unless it
-        # has another task too. Only its own name in a text is taken for a control string.
+        # The unknown token also stands for ordinary characters that the vocabulary lacks. It is no control token, unless it
+        # has another role too. Only its own name in a text counts as a control string.
         self._unknown = tokenizer.unk_token_id
         tasks = {name: value for name, value in tokenizer.special_tokens_map.items() if name != "pad_token"}
         tasks.pop("unk_token", None)
@@ -53,12 +53,12 @@ class TextEncoder:
     def add_control(self, ids: Iterable[int]) -> None:
         """Treat further ids as control tokens: those that a chat template writes."""
         new = list({*ids} - {None, self._unknown if self._may_be_unknown else None})
-        # Pieces that stand for a byte are ordinary text, also where a conversion has made them added tokens.
+        # Tokens for single bytes are ordinary text, even if a conversion of the tokenizer made them added tokens.
         names = zip(new, self.tokenizer.convert_ids_to_tokens(new), strict=True)
         self.control_ids |= {i for i, name in names if not re.fullmatch("<0x[0-9A-F]{2}>", name or "")}
 
     def trusted(self, text: str, follows: bool = True) -> list[int]:
-        """Ids of trusted text; `follows` says whether other text stands before it."""
+        """Ids of trusted text; `follows` says whether there is other text before it."""
         return self.encoded([text], follows)[0].ids
 
     def content(self, text: str, follows: bool = True) -> list[int]:
@@ -111,10 +111,10 @@ class TextEncoder:
         return sorted(places)
 
     def encoded(self, texts: Sequence[str], follows: bool = True) -> list[EncodedText]:
-        """Each text as the tokenizer encodes it by itself, with control strings.
+        """Each text as the tokenizer encodes it, control strings included.
 
-        SentencePiece-style tokenizers put a space before every text, which nobody wrote. So a text that `follows` other
-        text is encoded after an anchor, whose ids are then taken off. If the anchor merges with the text, the next is tried.
+        SentencePiece-style tokenizers add a space before every text. So a text that `follows` other text is encoded after
+        an anchor, whose ids are then removed. If the anchor merges with the text, the next anchor is tried.
         """
         out: dict[int, EncodedText] = {n: EncodedText("", [], []) for n, text in enumerate(texts) if not text}
         for anchor, head in self._anchors.items() if follows else [("", [])]:
@@ -148,7 +148,7 @@ def _cut(text: str, control_spans: Sequence[tuple[int, int]]) -> list[str]:
     for start, end in control_spans:
         if end - start > 1:
             places.add((start + end) // 2)
-        elif len(text) > 1:  # a single character: by itself it may be encoded in another way
+        elif len(text) > 1:  # a single character: encoded separately, it may get other ids
             places |= {start, end}
         else:
             raise ControlText(
@@ -161,8 +161,8 @@ def _cut(text: str, control_spans: Sequence[tuple[int, int]]) -> list[str]:
 def _is_word(added: str) -> bool:
     """Whether an added token that is not special extends the vocabulary: white space (indentation), a word, a character.
 
-    Such a token controls nothing, and models were trained with it. One that the chat template writes counts as control
-    in spite of this (`add_control`).
+    Such a token has no control function, and models were trained with it in ordinary text. If the chat template writes it, it
+    counts as a control token all the same (`add_control`).
     """
     text = added.replace("▁", " ")
     return not text.strip() or len(text) == 1 or all(c.isalnum() or c.isspace() for c in text)

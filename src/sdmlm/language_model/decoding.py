@@ -14,7 +14,7 @@ from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
 from sdmlm.language_model.summary import GenerationReader, batches_by_length
 from sdmlm.storage.progress import track
 
-_SMALLEST = 1e-30  # of a temperature or a top_p
+_SMALLEST = 1e-30  # lower bound of a temperature or a top_p
 
 
 def answer_room(encoder: Encoder, max_new_tokens: int) -> int:
@@ -47,14 +47,14 @@ def generate(
 ) -> list[list[int]]:
     """Generated ids for each prompt, ending with `</verified>`, the end of turn, or at `max_new_tokens`.
 
-    Greedy, or sampled at a `temperature` above 0 with one seed sequence per prompt. Prompts of like length share a
-    batch, padded on the left; a row that has ended leaves the batch and its cache, so it costs nothing more. `rows`
+    Greedy, or sampled at a `temperature` above 0 with one seed sequence per prompt. Prompts of similar length share a
+    batch, padded on the left; a row that has ended is removed from the batch and its cache, so it costs nothing more. `rows`
     names the prompts in error messages (default: by position). Where prompts are cut to fit, `rooms` says how many tokens
     to leave for each completion (default: `answer_room`).
 
-    `top_p` samples among the likeliest tokens that together have that probability. `prefixes` are the ids that the answer to each
-    prompt begins with: generation goes on from there, and returns only what is new. `should_stop(number of the prompt, its ids so
-    far)` is asked after every token and may end a row. `reader` makes summaries h of the states while they exist.
+    `top_p` samples among the likeliest tokens that together have that probability. `prefixes` holds the first ids of the answer
+    to each prompt: generation continues them, and returns only the new ids. `should_stop(number of the prompt, its ids so
+    far)` is called after every token and may end a row. `reader` computes summaries h from the states of each pass.
     """
     if temperature > 0 and seeds is None:
         raise ValueError("Sampling at a temperature needs one seed per prompt.")
@@ -62,7 +62,7 @@ def generate(
         rooms = [answer_room(encoder, max_new_tokens)] * len(prompts)
     names = range(len(prompts)) if rows is None else rows
     given = [list(start) for start in prefixes] if prefixes is not None else [[] for _ in prompts]
-    if encoder.max_length is not None:  # BOS and one token of the prompt must stay, however much may be generated
+    if encoder.max_length is not None:  # keep BOS and one token of the prompt, however large max_new_tokens is
         left = encoder.max_length - encoder.suffix_length - 2
         rooms = [max(1, min(room, left - len(start))) for room, start in zip(rooms, given, strict=True)]
     ids = [
@@ -126,7 +126,7 @@ def _generate_batch(
         if reader is not None:
             reader.see_logits(answer.logits)
             reader.begin(rows, prompts, mask) if step == 0 else reader.step(rows, feed)
-        at = min(step, max(limits) - 1)  # a row of which only the rest is read draws nothing any more
+        at = min(step, max(limits) - 1)  # rows that have ended may take more steps; their draws are not used
         chance = None if chances is None else torch.from_numpy(chances[rows, at]).to(model.device)
         newest = _pick(answer.logits[:, -1].float(), temperature, chance, top_p).tolist()
         keep_going = []
@@ -151,7 +151,7 @@ def _generate_batch(
             cache.reorder_cache(keep)
             if reader is not None:
                 reader.keep(keep)
-        # One token at a time while any row is generated; what all rows have left to read is read at once.
+        # One id per pass while any row is being generated. Once all rows have ended, what they have left is read at once.
         width = min((len(rest[r]) if r in rest else 1) for r in rows)
         feed = [rest[r][:width] if r in rest else [out[r][-1]] for r in rows]
         rest = {r: ids[width:] for r, ids in rest.items()}
@@ -162,17 +162,17 @@ def _generate_batch(
 
 
 def _pick(logits: Tensor, temperature: float, chance: Tensor | None, top_p: float = 1.0) -> Tensor:
-    """The likeliest token, or the one at which the cumulative probability passes a uniform number of the row's own."""
+    """The likeliest token, or the one at which the cumulative probability passes the row's uniform random number."""
     if chance is None:
         return logits.argmax(dim=-1)
-    # Less the largest, and divided by no less than float32 can hold: a tiny temperature is greedy, not infinite.
+    # With the largest logit subtracted and the divisor bounded below, a tiny temperature is greedy instead of infinite.
     p = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, _SMALLEST), dim=-1)
     if top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
-        # A token stays while those before it have less than top_p together: the likeliest always does.
+        # A token stays if the likelier ones have less than top_p together, so the likeliest always stays.
         ordered = torch.where(ordered.cumsum(dim=-1) - ordered < max(top_p, _SMALLEST), ordered, 0.0)
         p = torch.zeros_like(p).scatter_(1, index, ordered)
     cumulative = p.cumsum(dim=-1)
-    total = cumulative[:, -1:]  # never reached, where rounding would: the last token with any probability is the last
+    total = cumulative[:, -1:]  # stay below it despite rounding, so that a token with zero probability is never drawn
     below = torch.minimum(chance[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, below, right=True).squeeze(1)

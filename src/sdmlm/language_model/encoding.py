@@ -1,12 +1,12 @@
 """Documents as token ids: segments, contrastive masking, verification tags (the paper's Table 1).
 
 A document is prompt + body + separator + `<verified>` + `Yes</verified>` (or `No</verified>`) + what closes the turn.
-The segments are tokenised apart and joined, so no token ever straddles two of them and masks and positions are exact
-for every tokenizer. The tags are ours to add, not the user's, and no text from outside becomes a control token (`content`).
+The segments are tokenised separately and joined, so no token spans two of them, and masks and positions are exact for
+every tokenizer. sdmlm adds the tags, users leave them out; no text from outside becomes a control token (`content`).
 
-Rows follow TRL's preference format: `prompt`, `chosen`, `rejected`, either strings or lists of role/content. The model
-decides how a prompt is put: with a chat template a string is one user message; without one the text stands as it is,
-after BOS if the tokenizer adds one, and EOS closes the turn.
+Rows follow TRL's preference format: `prompt`, `chosen`, `rejected`, either strings or lists of role/content. The tokenizer
+decides how a prompt is formatted: with a chat template a string is one user message; without one the text is used as it
+is, after BOS if the tokenizer adds one, and EOS closes the turn.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Encoder:
         tok = self.tokenizer
         self._text = TextEncoder(tok)
         self._chat = ChatTemplate(self._text) if tok.chat_template else None
-        # Ids that the tokenizer puts before a text (BOS or none). Those that it puts after a text are not part of a prompt.
+        # Ids that the tokenizer adds before a text (BOS or none). Those that it adds after a text are not part of a prompt.
         whole, anchor = list(tok("a", verbose=False)["input_ids"]), self._text.trusted("a", follows=False)
         starts = (i for i in range(len(whole)) if whole[i : i + len(anchor)] == anchor)
         self._before = whole[: next(starts, 0)]
@@ -93,7 +93,7 @@ class Encoder:
                     f"This tokenizer cannot spell the verification tags (one of them reads back as "
                     f"{self.decode(ids)!r}): choose other VerificationTags."
                 )
-        # The same room for both answers, so that the prompt kept never depends on the answer that follows.
+        # The same length for both answers, so that how much of a prompt is kept does not depend on the answer after it.
         self.suffix_length = len(self.open_ids) + max(map(len, self.answer_ids.values())) + len(self.closing_ids)
         self.stop_ids: set[int] = ({*self.closing_ids} & self._atomic) | ({tok.eos_token_id} - {None})
         self.pad_id: int = next((i for i in (tok.pad_token_id, tok.eos_token_id) if i is not None), 0)
@@ -115,8 +115,8 @@ class Encoder:
     def _turn(self) -> tuple[str, list[int]]:
         """White space that the chat template puts before an answer, and the ids that close the assistant's turn.
 
-        Both are read off a rendered conversation. Line breaks at its very end belong to the next turn, and a turn
-        that no added token closes is closed by EOS, for otherwise the model could not learn to stop.
+        Both are read off a rendered conversation. Line breaks at its end belong to the next turn. A turn that no added token
+        closes is closed by EOS; otherwise the model could not learn to stop.
         """
         eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if self._chat is None:
@@ -186,8 +186,8 @@ class Encoder:
     def encode(
         self, prompt: Prompt | PromptIds, completion: str | Messages, verified: bool, row: object = None
     ) -> Encoded:
-        """A whole document with its contrastive mask: a positive counts from its first completion token on, a
-        negative from our `<verified>` on. A verification suffix that the completion already has is replaced."""
+        """A whole document with its contrastive mask. The loss counts from the first completion token on in a positive, and
+        from our `<verified>` on in a negative. A verification suffix that the completion already has is replaced."""
         prompt_ids, body_ids = self._parts(prompt, completion, row)
         suffix = self.open_ids + self.answer_ids[verified] + self.closing_ids
         masked = len(prompt_ids) + (0 if verified else len(body_ids))
@@ -235,11 +235,11 @@ class Encoder:
         return prompt_ids + body_ids + self.open_ids, len(prompt_ids)
 
     def encode_prompt(self, prompt: Prompt | PromptIds, room: int = 1, row: object = None) -> list[int]:
-        """The prompt to generate from, leaving at least `room` tokens before the suffix (where there is a bound)."""
+        """The prompt to generate from. If there is a `max_length`, it leaves at least `room` tokens before the suffix."""
         return self._fitted(self.prompt_ids(prompt, row), room + self.suffix_length, row)
 
     def ends(self, generated: Sequence[int]) -> bool:
-        """Whether the newest of the generated ids ends the generation: end of turn, or closing tag complete."""
+        """Whether the newest of the generated ids ends the generation: the turn has ended, or the closing tag is complete."""
         newest = generated[-1]
         if newest in self.stop_ids:
             return True
@@ -253,7 +253,7 @@ class Encoder:
         return list(itertools.takewhile(lambda i: i not in self.stop_ids, generated))
 
     def read(self, generated: Sequence[int]) -> tuple[str, bool | None]:
-        """Answer and verdict in generated ids."""
+        """The answer and the verdict in generated ids."""
         return self.tags.read(self.decode(self.turn(generated)))
 
 

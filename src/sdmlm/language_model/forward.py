@@ -1,8 +1,8 @@
 """Running our own code inside the forward pass of a language model, wrapped or not, on one process or several.
 
-DDP and FSDP see only what goes through the forward of the module they wrap; a sharded output embedding exists nowhere else.
-So `allow_inside` gives a Hugging Face causal LM one more argument: `model(inside=f)` calls f(lm) where its forward would
-run, and returns what f returns. Without the argument nothing changes.
+DDP and FSDP handle only what goes through the forward of the module they wrap; only there is a sharded output embedding
+complete. So `allow_inside` gives a Hugging Face causal LM one more argument: `model(inside=f)` calls f(lm) instead of its
+forward, and returns what f returns. Without the argument nothing changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Settings of a config that make a pass in training mode random; those of heads that a causal LM has not are no matter.
+# Settings of a config that make a pass in training mode random. Those of heads that a causal LM does not have are ignored.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 _OTHER_HEADS = ("summary_", "classifier_")
 
@@ -26,7 +26,7 @@ def inner_lm(model: Any) -> Any:
 
 
 def allow_inside(model: Any) -> None:
-    """Let `model(inside=f)` run f(lm) in place of the LM's forward; done once, however often it is called."""
+    """Let `model(inside=f)` run f(lm) in place of the LM's forward. Further calls change nothing."""
     lm = inner_lm(model)
     # Marked on the LM and not on its forward, which Accelerate may have wrapped since (autocast).
     if getattr(lm, "_allows_inside", False):

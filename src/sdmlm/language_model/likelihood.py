@@ -2,7 +2,7 @@
 
 The summary "states+likelihood" of a document is [state at the tag ; mean of all states ; mean of the answer's states ;
 figures]. The figures come last, in the order of `FIGURES`. The answer's tokens are all that follow the prompt, up to and
-including `<verified>`: an answer that stops too early is one after which the LM did not expect the tag.
+including `<verified>`: if an answer stops too early, the tag is unlikely there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class VerdictTokens:
 
     @classmethod
     def of(cls, encoder: Encoder) -> VerdictTokens:
-        """Those of a tokenizer."""
+        """The tokens of an encoder's verdicts."""
         return cls(encoder.answer_ids[True][0], encoder.answer_ids[False][0])
 
     def compare(self, logits: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def _batch_summaries(
     kept: list[Tensor] = []
     handle = lm.get_decoder().register_forward_hook(lambda module, args, output: kept.append(output.last_hidden_state))
     try:
-        # The plain forward of the class: `allow_inside` may have given this one another.
+        # The forward of the class: `allow_inside` may have replaced that of this object.
         logits = (
             type(lm)
             .forward(lm, input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=longest - first)
@@ -132,7 +132,7 @@ def _batch_summaries(
 
 
 class LikelihoodReader(GenerationReader):
-    """The summary "states+likelihood" from the states and logits of an answer's own generation: no second pass."""
+    """The summary "states+likelihood" from the states and logits of an answer's own generation, without a second pass."""
 
     reads_logits = True
 
@@ -147,7 +147,7 @@ class LikelihoodReader(GenerationReader):
         self._starts: dict[int, int] = {}  # row -> tokens of its prompt
         self._before: Tensor | None = None  # (B, V): the logits of the last pass, for the next token
         self._answer_sums: Tensor | None = None  # (B, H): summed states of the answer so far
-        self._passes: list[tuple[dict[int, int], Tensor]] = []  # (row -> its place, log-probabilities (B, width))
+        self._passes: list[tuple[dict[int, int], Tensor]] = []  # (row -> its index, log-probabilities (B, width))
         self._answer_at_tag: dict[int, tuple[Tensor, Tensor]] = {}  # row -> summed answer states, Yes minus No
 
     def begin(self, rows: Sequence[int], prompts: Sequence[list[int]], mask: Tensor) -> None:
@@ -175,7 +175,7 @@ class LikelihoodReader(GenerationReader):
         super().step(rows, newest)
 
     def keep(self, index: Tensor) -> None:
-        """Only these rows of the batch go on."""
+        """Keep only these rows of the batch."""
         assert self._before is not None
         assert self._answer_sums is not None
         self._before, self._answer_sums = self._before[index], self._answer_sums[index]

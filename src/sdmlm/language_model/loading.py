@@ -1,6 +1,6 @@
 """Opening models and tokenizers by name: a folder, a model of the Hugging Face Hub, or "demo".
 
-Everything that can go wrong is a ValueError in one sentence. torch and transformers are imported on first use.
+Every failure is a ValueError with a message of one sentence. torch and transformers are imported on first use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# What the name "demo" stands for wherever a model is asked for: the small base model that comes with the package.
+# The model that the name "demo" stands for everywhere: the small base model in the package.
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "base"
 
 
@@ -22,8 +22,8 @@ def require_transformers() -> None:
         raise ValueError(f'{missing[0]} is not installed: install the extra lm (in a clone: pip install -e ".[lm]").')
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # "Loading weights" would stand among our own lines
-    # A remark on the file system that helps nobody here
+    logging.disable_progress_bar()  # "Loading weights" would appear between our own lines
+    # A warning about the file system that does not matter here
     standard_logging.getLogger("transformers.trainer_utils").addFilter(_not_about_mtime)
 
 
@@ -64,12 +64,12 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def load_lm(model: str | Path, dtype: Any, trainable: bool = False) -> Any:
-    """The causal language model of a folder or of the Hub; `trainable` is about its adapter, if it has one."""
+    """The causal language model of a folder or of the Hub; `trainable`: whether its adapter, if any, is to be trained."""
     return load_by_name(open_lm, model, "model", dtype=dtype, trainable=trainable)
 
 
 def load_by_name(load: Callable[..., Any], model: str | Path, what: str, **options: Any) -> Any:
-    """`load` for a model by name. The error says whether the name was looked for on the Hub."""
+    """Call `load` for a model by name. The error says whether the name was looked for on the Hub."""
     path = model_path(model)
     called = str(model) if Path(path).exists() else f"{model} (no folder here, so looked for on the Hub)"
     return loaded(load, path, what, called, **options)
@@ -79,13 +79,13 @@ def loaded(load: Callable[..., Any], folder: str | Path, what: str, called: str 
     """What `load(folder)` returns; an error becomes one sentence that names the model as `called`."""
     try:
         return load(folder, **options)
-    except Exception as error:  # damaged files and missing packages end in errors of any kind
+    except Exception as error:  # damaged files and missing packages raise errors of any kind
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".:")
         raise ValueError(f"The {what} of {called} could not be loaded: {reason}.") from error
 
 
 def open_lm(name: str | Path, dtype: Any, trainable: bool = False) -> Any:
-    """The causal language model of a folder or of the Hub; `trainable` is about its adapter, if it has one.
+    """The causal language model of a folder or of the Hub; `trainable`: whether its adapter, if any, is to be trained.
 
     Adapters are opened by PEFT: `AutoModelForCausalLM` does not know all kinds, and loads DoRA incompletely.
     """

@@ -1,4 +1,4 @@
-"""Reading documents with a language model: batches of like length, the summaries h, the states that a loss needs."""
+"""Reading documents with a language model: batches of similar length, the summaries h, the states that a loss needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def embed_sequences(
 ) -> Tensor:
     """h of token sequences under a Hugging Face causal LM, (N, 2H) float32 on the CPU.
 
-    `at` is the position at which each h is read (default: the last token). What follows it is not read at all.
+    `at` is the position at which each h is read (default: the last token). Tokens after it are not used.
     """
     ends = [len(ids) - 1 for ids in sequences] if at is None else list(at)
     documents = [
@@ -46,10 +46,10 @@ def over_documents(
     world: int = 1,
     progress: bool = False,
 ) -> list[Any]:
-    """What `inside(lm, batch, numbers of its documents)` gives for the batches of this process, in evaluation mode.
+    """The results of `inside(lm, batch, numbers of its documents)` for the batches of this process, in evaluation mode.
 
-    The batches are the same however many processes share them, and each process makes the same number of calls, which
-    FSDP needs: one that has no batch left repeats a document and drops the answer.
+    The batches do not depend on the number of processes. Each process makes the same number of calls, which FSDP needs: a
+    process that has no batch left reads a document again and drops the result.
     """
     batches = batches_by_length([len(d.input_ids) for d in documents], tokens_per_batch)
     own = batches[rank::world]
@@ -73,7 +73,7 @@ def over_documents(
 
 @dataclass
 class CountedStates:
-    """The states that predict a counted token, of the documents that this process has read."""
+    """The states that predict a token with a loss, of the documents that this process has read."""
 
     states: Tensor  # (T, H)
     targets: Tensor  # (T,)
@@ -92,7 +92,7 @@ def read_documents(
 ) -> tuple[Tensor, CountedStates]:
     """h of every document (N, 2H) on every process, from one pass, in evaluation mode.
 
-    With `keep_states` the states at counted positions come along, so that a loss can be taken without a second pass.
+    With `keep_states`, also the states at positions with a loss, so that the loss can be computed without a second pass.
     """
 
     def inside(lm: Any, batch: dict[str, Tensor], numbers: Tensor) -> tuple[Tensor, ...]:

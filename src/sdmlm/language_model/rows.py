@@ -1,7 +1,7 @@
 """Rows of prompt, chosen and rejected, from files or from the Hugging Face Hub (TRL's preference format).
 
 A source is a .jsonl, .json (a list of objects) or .parquet file, or the name of a data set on the Hub: `org/name`, or
-`org/name:split` for another split than train. Columns beyond the three travel along to the reward.
+`org/name:split` for another split than train. Further columns are passed to the reward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PreferenceRows:
 
 
 def read_preferences(source: str, tags: VerificationTags | None = None) -> PreferenceRows:
-    """Read and check the rows of a source; what is wrong with them is said in a ValueError that names the source."""
+    """Read and check the rows of a source; any problem is a ValueError that names the source."""
     path = Path(source)
     if path.is_dir():
         raise ValueError(f"{source} is a folder: name a .jsonl, .json or .parquet file of rows.")
@@ -68,7 +68,7 @@ def _read_jsonl(source: str, content: bytes) -> list[PreferenceRow]:
 
 
 def _check_spelling(row: PreferenceRow, where: str) -> None:
-    """JSON can write half of a surrogate pair, which is no text that a tokenizer could read."""
+    """Refuse half of a surrogate pair: JSON can hold one, but no tokenizer can read it."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The `sdm/` folder beside a language model: its SDM layer, and lm.json, how documents were put to the model.
+"""The `sdm/` folder of a language model: its SDM layer, and lm.json, which says how documents are formatted for the model.
 
 lm.json names the estimator and, by a fingerprint of the weights, the language model that it belongs to.
 """
@@ -32,7 +32,7 @@ def write_sdm_folder(folder: Path, estimator: SDMEstimator, metadata: Mapping[st
 
 
 def read_lm_metadata(folder: str | Path) -> dict[str, Any]:
-    """lm.json of an `sdm/` folder, refused where it does not belong to the estimator beside it."""
+    """lm.json of an `sdm/` folder; refused if it does not belong to the estimator in that folder."""
     folder = Path(folder)
     try:
         metadata = read_metadata(folder / LM_FILE)
@@ -53,14 +53,14 @@ def read_lm_metadata(folder: str | Path) -> dict[str, Any]:
 
 
 def layer_sha256(folder: Path) -> str:
-    """Which SDM layer an `sdm/` folder holds: a hash over its config.json."""
+    """The identity of the SDM layer in an `sdm/` folder: a hash over its config.json."""
     return hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()  # it holds the checksums of the other files
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """A hash over a sample of every weight of an LM's state dict: was an SDM layer fitted over these weights?
+    """A hash over a sample of every weight in the state dict of an LM; it tells whether an SDM layer belongs to these weights.
 
-    Rounded to bfloat16, so that a model loaded in that type is still the one that was trained in float32.
+    The sample is rounded to bfloat16, so that a model trained in float32 is recognised when it is loaded in bfloat16.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):

@@ -1,8 +1,8 @@
 """The summary vector h of a document, from the hidden states of an LM (docs/method.md, section 3).
 
-h = [state at one position ; mean of the states up to and including it], always float32. "State" means what the
-output embedding would receive, so the final norm is already applied. Attention is causal: the states up to a position
-do not depend on what follows it, so h may be read from the pass over a longer sequence.
+h = [state at one position ; mean of the states up to and including it], always float32. A "state" is the input of the
+output embedding, so the final norm is already applied. Attention is causal: the states up to a position do not depend on
+later tokens, so h may be read from a pass over a longer sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 def summarize(states: Tensor, at: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """h of each row of `states` (B, L, H), read at position `at` (B,); returns (B, 2H) in float32.
 
-    `attention_mask` (B, L) marks padding with 0, on either side. Without it nothing before `at` is padding.
+    `attention_mask` (B, L) marks padding with 0, on either side. Without it there must be no padding before `at`.
     """
     positions = torch.arange(states.shape[1], device=states.device)
     counted = positions[None, :] <= at[:, None]
@@ -34,7 +34,7 @@ def summarize(states: Tensor, at: Tensor, attention_mask: Tensor | None = None) 
 
 
 def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Indices grouped so that rows of like length share a batch of at most `tokens_per_batch` padded tokens."""
+    """Indices in batches of rows of similar length, each of at most `tokens_per_batch` tokens including padding."""
     batches: list[list[int]] = []
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -46,16 +46,16 @@ def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> list[lis
 
 
 class GenerationReader:
-    """h of documents from the states of their own generation: running sums, no second pass.
+    """h of documents from the states of their own generation, by running sums and without a second pass.
 
-    A document is the prompt and what was generated, up to and including `<verified>` (`open_ids`). `document(row,
-    generated ids)` gives its ids when a row has ended, or None where it is not to be read. Where those ids begin with what
-    the LM was fed, `rest` is what remains to be fed (a tag that the LM did not write); where they do not (text that is
-    spelled otherwise when it is encoded again), there is no h, and the caller needs a pass over the document.
+    A document is the prompt and the generated text, up to and including `<verified>` (`open_ids`). When a row has ended,
+    `document(row, generated ids)` gives the ids of its document, or None if no h is wanted. If these ids begin with those that
+    the LM has read, `rest` gives the ids that it still has to read (a tag that it did not write). If they do not, because the
+    text has other ids when it is encoded again, there is no h, and the caller needs a pass over the document.
     """
 
-    longest_rest = 32  # beyond that a pass of its own is cheaper than single steps
-    reads_logits = False  # whether the logits of every id that is fed are needed
+    longest_rest = 32  # for a longer rest, a pass over the document is cheaper than single steps
+    reads_logits = False  # whether the logits of every id that the LM reads are needed
 
     def __init__(self, open_ids: Sequence[int], document: Callable[[int, list[int]], Sequence[int] | None]) -> None:
         self._open, self._document = list(open_ids), document
@@ -81,18 +81,18 @@ class GenerationReader:
             self._states = self._sums = self._logits = None
 
     def see_logits(self, logits: Tensor) -> None:
-        """The logits (B, width, V) of the pass that has just been made."""
+        """Take the logits (B, width, V) of the newest pass."""
         self._logits = logits
 
     def begin(self, rows: Sequence[int], prompts: Sequence[list[int]], mask: Tensor) -> None:
-        """The pass over the prompts of a batch has been made; `mask` (B, L) marks padding with 0."""
+        """To be called after the pass over the prompts of a batch; `mask` (B, L) marks padding with 0."""
         assert self._states is not None
         self._sums = torch.bmm(mask[:, None, :].float(), self._states.float()).squeeze(1)
         self._fed |= {r: list(prompts[r]) for r in rows}
         self._look(rows)
 
     def step(self, rows: Sequence[int], newest: Sequence[list[int]]) -> None:
-        """A pass over the next ids of each row has been made."""
+        """To be called after a pass over the next ids of each row."""
         assert self._states is not None
         assert self._sums is not None
         self._sums = self._sums + self._states.float().sum(dim=1)
@@ -101,7 +101,7 @@ class GenerationReader:
         self._look(rows)
 
     def keep(self, index: Tensor) -> None:
-        """Only these rows of the batch go on."""
+        """Keep only these rows of the batch."""
         assert self._sums is not None
         self._sums = self._sums[index]
 
@@ -120,7 +120,7 @@ class GenerationReader:
         self._at_tag[row] = len(self._fed[row]), self._sums[place], self._states[place, -1].float()
 
     def rest(self, row: int, generated: list[int]) -> list[int]:
-        """A row has ended: the ids that are still to be fed before h is known."""
+        """The ids that the LM still has to read for h, when a row has ended."""
         ids, fed = self._document(row, generated), self._fed[row]
         if ids is None:
             return []
@@ -140,5 +140,5 @@ class GenerationReader:
         return torch.cat([last, total / length])
 
     def finish(self, row: int) -> None:
-        """The rest of a row has been fed."""
+        """To be called when the LM has read the rest of a row."""
         self._finish(row, self._fed[row])

@@ -1,4 +1,4 @@
-"""The verification tags: how a document says whether its answer follows the instructions, and how that is read."""
+"""The verification tags: how they are added to a document, and read from or removed from a text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class VerificationTags:
     """The two tags, the two answers and the separator before them.
 
-    What of a text counts as a verification suffix is decided here and nowhere else (docs/security.md): only these exact
-    strings, and only at the end of a text. Tags elsewhere, in other spelling or spacing, are ordinary text.
+    Only this class decides which part of a text is a verification suffix (docs/security.md): these exact strings, at the end
+    of a text. Tags elsewhere, or with another spelling or spacing, are ordinary text.
     """
 
     open: str = "<verified>"
@@ -34,7 +34,7 @@ class VerificationTags:
         return (self.yes if verified else self.no) + self.close
 
     def suffix(self, verified: bool) -> str:
-        """All that follows the body."""
+        """All text after the body."""
         return self.separator + self.open + self.answer(verified)
 
     def strip_suffix(self, completion: str) -> str:
@@ -62,7 +62,7 @@ class VerificationTags:
     def bare(self, text: str) -> str:
         """A text without the verification suffixes at its end, whole or cut short, however many there are.
 
-        A single character that a tag begins with may be ordinary text, and stays.
+        A single character at the end that a tag begins with may be ordinary text, so it stays.
         """
 
         def before(at: int) -> int:
@@ -88,7 +88,7 @@ class VerificationTags:
         """The part of an unfinished text that belongs to the answer, whatever follows (more text, or a tag)."""
         end, marks = len(text), (self.separator + self.open, self.open, self.separator)
         while True:
-            # All separators at once: a model that repeats newlines writes thousands.
+            # All separators at once: a model that repeats newlines may write thousands.
             while self.separator and text.endswith(self.separator, 0, end):
                 end -= len(self.separator)
             tail = text[max(0, end - len(marks[0])) : end]

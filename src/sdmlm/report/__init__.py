@@ -1,4 +1,4 @@
-"""Reports for people: a self-contained HTML page with plots and tables."""
+"""HTML reports: a page in a single file, with plots and tables."""
 
 from sdmlm.report.estimator import Example, write_report
 

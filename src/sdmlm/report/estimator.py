@@ -1,7 +1,4 @@
-"""The HTML report: one file, no requests to anywhere, for light and dark screens.
-
-Every figure is inline SVG with a caption that says what it shows; every table is a real table.
-"""
+"""The HTML report about an estimator: one file, no requests to other servers, for light and dark screens."""
 
 from __future__ import annotations
 
@@ -56,12 +53,12 @@ def write_report(
 
     Parameters
     ----------
-    scores : those of `data`, if they are known already.
+    scores : the scores of `data`, if they were already computed.
     tables : (caption, table) of selective classification.
     examples : points to show with their explanations.
     more : sections at the end, as (title, HTML).
     region : the region that decided `scores`, if it is not the estimator's own.
-    first : sections before everything else, likewise.
+    first : sections at the beginning, as (title, HTML).
     compared : all estimators on the same points, for a risk-coverage plot and a table of measures.
     """
     names = [str(c) for c in (class_names or estimator.classes_)]
@@ -76,7 +73,7 @@ def write_report(
             *(page.section(*section) for section in first),
             _headline(estimator, region, view, what, names),
             page.section("Similarity and Distance", _similarity_distance(region, view, what)),
-            page.section("What the thresholds rest on", _distributions(estimator, shown, names)),
+            page.section("Where the thresholds come from", _distributions(estimator, shown, names)),
             page.section("Other values of alpha", _against_alpha(estimator, view, what)),
             page.section("Reliability of the outputs", _reliability(view, what)) if view.labels is not None else "",
             page.section("Training", _history(estimator)),
@@ -85,9 +82,23 @@ def write_report(
             page.section("Comparison", "".join(page.comparison(*entry) for entry in tables)) if tables else "",
             page.section("Examples", "".join(_example(e, names) for e in examples)) if examples else "",
             *(page.section(*section) for section in more),
+            page.section("Words", page.words(WORDS)),
         ]
     page.write_page(path, title, sections)
 
+
+WORDS = {
+    "q": "Similarity: how many of the nearest known points, counted outwards, have this prediction and were predicted correctly",
+    "d": "Distance: a quantile, 1 near the known points and 0 beyond them",
+    "q', q'min": "q rescaled by the output, and the least q' in the high-reliability region",
+    "psi": "the least output for a class in the high-reliability region",
+    "alpha": "the accuracy that accepted points are to have",
+    "high-reliability region": "q' of at least q'min, and an output that reaches psi for the predicted class only; an estimate",
+    "support vectors": "the known points that others are compared with",
+    "calibration points": "labelled points that the thresholds were chosen on",
+    "balanced calibration loss": "the SDM loss over the calibration points, as the mean over the classes",
+    "out of distribution": "q = 0: the nearest known point has another class, or was predicted wrongly",
+}
 
 # The sections
 
@@ -105,7 +116,7 @@ def _headline(
         )
     elif math.isinf(region.q_min):
         says = (
-            f"At alpha {region.alpha:g} there is no high-reliability region: every point is rejected. More data, a "
+            f"At alpha {region.alpha:g} there is no high-reliability region: every point is rejected. More data, "
             "longer training or a lower alpha may give one."
         )
     else:
@@ -119,7 +130,7 @@ def _headline(
         says += f"over all points {page.share(int(view.right.sum()), n)} are."
     says += " A point that is not accepted is not verified: a person should look. That does not mean that it is wrong."
     if what == "calibration points":
-        says += " These points chose the thresholds, so new points can fare worse."
+        says += " The thresholds were chosen on these points, so the accuracy of new points can be lower."
     if estimator.combine == "average":
         says += f" All figures are averages over {len(estimator.layers_)} cross-fitted layers."
     elif len(estimator.layers_) > 1:
@@ -142,8 +153,8 @@ def _headline(
         low, far = int((near & ~view.accepted).sum()), int((~near).sum())
         rows[1:2] = [
             ["least Distance d", page.number(rule.least_distance)],
-            ["given up because d is smaller", f"{far} ({page.share(far, n)})"],
-            ["given up because the confidence is too low", f"{low} ({page.share(low, n)})"],
+            ["not accepted because d is smaller", f"{far} ({page.share(far, n)})"],
+            ["not accepted because the confidence is too low", f"{low} ({page.share(low, n)})"],
         ]
     body += page.table("In numbers", None, rows)
     title = "The SDM layer over its calibration points" if what == "calibration points" else "At a glance"
@@ -162,10 +173,10 @@ def _by_class(region: HighReliabilityRegion, view: View, what: str, names: Seque
             rows[-1].append(page.share(int((own & view.accepted).sum()), int(own.sum())))
     split = ["points", "accepted", "accuracy among them"]
     if view.labels is None:
-        head = ["class", "psi", "predicted so", "accepted"]
+        head = ["class", "psi", "predicted as it", "accepted"]
     else:
         head = ["class", "psi", *(f"true class: {s}" for s in split), *(f"predicted class: {s}" for s in split)]
-    return page.table(f"By class, over the {what}", head, rows)
+    return page.table(f"By class, over the {what}. psi: the least output for the class in the region.", head, rows)
 
 
 def _accuracy_among(view: View, group: Any) -> list[str]:
@@ -202,7 +213,7 @@ def _distributions(estimator: SDMEstimator, view: View | None, names: Sequence[s
     )
     if view is not None:
         caption += (
-            " If the thick dotted line of the points shown lies right of the others, they come from farther away."
+            " If the thick dotted line of the points shown lies right of the others, they are farther from the support."
         )
     if len(names) > plots.MOST_CLASSES:
         caption += f" Only the {plots.MOST_CLASSES} classes with the most points are drawn."
@@ -213,8 +224,8 @@ def _distributions(estimator: SDMEstimator, view: View | None, names: Sequence[s
 
 def _against_alpha(estimator: SDMEstimator, view: View, what: str) -> str:
     caption = (
-        f"What other values of alpha would accept of the {what}, and how accurate that would be; the dashed line is "
-        "the alpha in use."
+        f"The share of the {what} that other values of alpha would accept, and its accuracy; the dashed line is the alpha in "
+        "use."
     )
     if estimator.rule != "certified":
         caption += (
@@ -231,9 +242,8 @@ def _against_alpha(estimator: SDMEstimator, view: View, what: str) -> str:
 def _reliability(view: View, what: str) -> str:
     caption = (
         f"Accuracy of the {what} in ten bins of the output at the predicted class: on the diagonal an output of 80% "
-        "is right 80% of the time, below it the output promises too much. Vertical bars are 95% intervals; the lower "
-        "part shows how many points each bin holds. Softmax over the same z' is what one would have without "
-        "Similarity and Distance."
+        "is right 80% of the time, below it the output is too high. Vertical bars are 95% intervals; the lower "
+        "part shows how many points each bin holds. Softmax over the same z' is the output without Similarity and Distance."
     )
     return page.figure("rel", plots.reliability(view), "Reliability diagram of the SDM output and of softmax", caption)
 
@@ -272,7 +282,7 @@ def _history(estimator: SDMEstimator) -> str:
 
 
 def _layers(estimator: SDMEstimator) -> str:
-    """What came of each layer, where there are no epochs: the minimum of a convex loss was computed."""
+    """One line per layer, if there are no epochs because the minimum of a convex loss was computed."""
     head = ["layer", "inverse penalty", "width of h'", "balanced calibration loss", "calibration accuracy"]
     rows = [
         [
@@ -284,13 +294,17 @@ def _layers(estimator: SDMEstimator) -> str:
         ]
         for i, row in enumerate((layer.history[-1] for layer in estimator.layers_), start=1)
     ]
-    return page.table("Layers, each over the points that it was not fitted on", head, rows)
+    caption = (
+        "Layers, each over the points that it was not fitted on. inverse penalty: a larger number allows larger weights. width "
+        "of h': length of the vectors that neighbours are searched in."
+    )
+    return page.table(caption, head, rows)
 
 
 def _label_errors(estimator: SDMEstimator, names: Sequence[str]) -> str:
     errors = estimator.label_errors(_LABEL_ERRORS)
     if not errors:
-        return "<p>No label of a calibration point contradicts its neighbourhood.</p>"
+        return "<p>No label of a calibration point is suspected to be wrong.</p>"
     head = ["id", "label", "suggested", "confidence", "q", "d", "text"]
     rows = [
         [
@@ -306,9 +320,11 @@ def _label_errors(estimator: SDMEstimator, names: Sequence[str]) -> str:
     ]
     if not any(error.text for error in errors):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return page.table(
-        "Calibration points whose label contradicts a dense neighbourhood, the most suspicious first", head, rows
+    caption = (
+        "Calibration points that are confidently predicted as another class (suggested) by layers that were not fitted on them, "
+        "the most suspicious first. The label may be wrong."
     )
+    return page.table(caption, head, rows)
 
 
 def _example(example: Example, names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The HTML report about one SDM language model: its SDM layer, how it was made, what it did on test sets."""
+"""The HTML report about one SDM language model: its results on test sets, its SDM layer, its training and settings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _searches(searches: Sequence[SearchCalibration]) -> str:
                 f"{sum(c.tries) / len(c):.2f}",
             ]
         )
-    heads = ["policy", "alpha", "q'min", "accepted", "right among the accepted", "tries a prompt"]
+    heads = ["policy", "alpha", "q'min", "accepted", "right among the accepted", "tries per prompt"]
     return page.table("Searches that were calibrated as a whole, over calibration prompts", heads, rows)
 
 

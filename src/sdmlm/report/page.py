@@ -1,6 +1,6 @@
-"""What reports are made of: sections, tables, figures, and the page around them.
+"""The parts of reports: sections, tables, figures, and the page around them.
 
-Every figure is inline SVG with a caption that says what it shows; every table is a real table.
+Every figure is inline SVG with a caption that says what it shows; every table is an HTML table.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ def _svg(figure: Figure, prefix: str, label: str) -> str:
     drawn = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", drawn, count=1)
     drawn = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", drawn, count=1)
     drawn = re.sub(r"font-family: [^;\"]*; ?", "", drawn)  # the page's
-    # Every figure numbers its parts alike: a prefix keeps them apart on one page.
+    # All figures use the same ids: a prefix makes them unique on a page.
     drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", drawn)
     drawn = drawn.replace(plots.INK, "currentColor")
     return drawn.replace("<svg", f'<svg role="img" aria-label="{text(label)}"', 1)
@@ -74,13 +74,19 @@ def table(caption: str, head: Sequence[str] | None, rows: Sequence[Sequence[str]
     return f"<div class='wide' tabindex='0' role='region' aria-label='{text(caption)}'>{body}</div>"
 
 
+def words(meanings: Mapping[str, str]) -> str:
+    """The terms of a report and what they mean, folded away."""
+    items = "".join(f"<dt>{text(word)}</dt><dd>{text(meaning)}</dd>" for word, meaning in meanings.items())
+    return f"<details><summary>What the words and signs mean</summary><dl>{items}</dl></details>"
+
+
 def _aligned(head: str) -> str:
     """Align names left and numbers right."""
     return " class='name'" if head in ("model", "estimator", "setting") else ""
 
 
 def text(value: str) -> str:
-    """Text for a page: no markup, and characters that hide or reverse text are shown as escapes."""
+    """Text for a page: markup is escaped, and characters that hide or reverse text become visible escapes."""
     return html.escape(visible(str(value)), quote=True)
 
 
@@ -93,7 +99,7 @@ def number(value: float) -> str:
 
 
 def comparison(caption: str, compared: SelectiveTable) -> str:
-    """Accuracy among the accepted and their share, by class while there are few of them, else of the worst class."""
+    """Accuracy among the accepted and their share: by class, or of the worst class if there are many classes."""
     few = len(compared.class_names) <= MANY_CLASSES
     groups = [f"{kind} {name}" for kind in ("true", "predicted") for name in compared.class_names]
     head = ["dataset", "model", "estimator", *(groups if few else ["worst true class", "worst predicted class"]), "all"]
@@ -169,7 +175,7 @@ _PAGE = """<!DOCTYPE html>
 <h1>{title}</h1>
 {body}</main>
 <footer>Written by sdmlm {version}. The high-reliability region is an estimate; <code>sdmlm certify</code> tests it on
-points that played no part in fitting.</footer>
+points that were not used for fitting.</footer>
 </body>
 </html>
 """

@@ -1,7 +1,7 @@
-"""The plots of the report. Each function returns a matplotlib Figure; none touches pyplot or other global state.
+"""The plots of the report. Each function returns a matplotlib Figure; none uses pyplot or other global state.
 
-Colour is never alone: shapes, fill or line styles say the same. Axes and text are drawn in INK, which the HTML report
-turns into the colour of the page's own text, so that a figure is readable on light and on dark screens.
+Colour is never the only sign: shapes, fill or line styles say the same. Axes and text are drawn in INK, which the HTML report
+replaces by the colour of the page's text, so that a figure is readable on light and on dark screens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from sdmlm.evaluation.score_table import ScoredPoints
 
 INK = "#010203"
-BLUE, ORANGE, GREEN = "#2f8fd8", "#e8702a", "#2fa866"  # told apart by most colour-blind readers, on white and on black
+BLUE, ORANGE, GREEN = (
+    "#2f8fd8",
+    "#e8702a",
+    "#2fa866",
+)  # distinguishable to most colour-blind readers, on white and black
 PALETTE = (BLUE, ORANGE, GREEN, "#c45fc0", "#b09020", "#8b7be0", "#d85f7f", "#3aa6a6", "#8a8a8a", "#a5714f")
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
@@ -53,14 +57,14 @@ STYLE: dict[str, Any] = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
-MOST_POINTS = 3000  # of a scatter plot: more would make the file heavy and the picture no clearer
+MOST_POINTS = 3000  # of a scatter plot: more would only make the file larger
 MOST_CLASSES = len(PALETTE)  # of a plot with one line per class
 _MOST_STEPS = 200  # of a line
 
 
 @dataclass(frozen=True)
 class View:
-    """The points that a report shows; plain arrays, `labels` None where nobody knows them."""
+    """The points that a report shows, as arrays; `labels` is None if they are not known."""
 
     labels: NDArray[np.int64] | None
     predictions: NDArray[np.int64]
@@ -77,17 +81,17 @@ class View:
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """Which predictions are right (all, where there are no labels to say otherwise)."""
+        """Which predictions are right; all, if there are no labels."""
         return np.ones(len(self), dtype=bool) if self.labels is None else self.predictions == self.labels
 
     def evidence(self) -> Evidence:
-        """What a certified rule looks at."""
+        """The evidence that a certified rule decides by."""
         confidence = confidence_of(torch.from_numpy(self.z), torch.from_numpy(self.q)).numpy()
         return Evidence(confidence, self.d, self.predictions, self.labels)
 
 
 def calibration_view(estimator: SDMEstimator) -> View:
-    """The calibration points of the best round."""
+    """The calibration points of the estimator."""
     ca = estimator.calibration_
     if estimator.rule == "certified":
         accepted = torch.from_numpy(estimator.certificate_.accepts(estimator.calibration_evidence()))
@@ -104,7 +108,7 @@ def scored_view(scores: Scores, labels: NDArray[np.int64] | None) -> View:
 
 
 def similarity_distance(region: HighReliabilityRegion, view: View, seed: int = 0) -> Figure:
-    """q against d; shape and colour tell right from wrong, fill tells accepted from rejected, shading the region."""
+    """q against d. Shape and colour show right and wrong, fill shows accepted and rejected, shading shows the region."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
     top = max(float(view.q.max(initial=1)), 2.0) * 1.6
@@ -131,14 +135,14 @@ def similarity_distance(region: HighReliabilityRegion, view: View, seed: int = 0
     axes.set_ylim(-0.15, top)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlim(-0.02, 1.02)
-    axes.set_xlabel("Distance d (1 = as near to the support as can be)")
+    axes.set_xlabel("Distance d (1 = nearest to the support)")
     axes.set_ylabel("Similarity q")
     figure.legend(loc="outside upper left", ncols=3)
     return figure
 
 
 def _shade_region(axes: Any, region: HighReliabilityRegion, view: View, top: float) -> None:
-    """Shade where a typical point would be accepted: the one of median margin, moved over the whole (d, q) plane."""
+    """Shade where a typical point (of median margin between its classes) would be accepted in the (d, q) plane."""
     if not np.isfinite(region.q_min) or not len(view):
         return
     axes.axhline(region.q_min, color=INK, linewidth=1.2, linestyle="--", label=f"q'min = {region.q_min:.4g}")
@@ -192,17 +196,17 @@ def distributions(estimator: SDMEstimator, view: View | None, class_names: Seque
 
 
 def plain(name: str) -> str:
-    """A name as matplotlib shows it: not as a formula between dollars, nor left out for an underscore at its start."""
+    """A name for matplotlib, which would read text between dollars as a formula and hide names that start with _."""
     return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _inside(values: Any) -> Any:
-    """Outputs for a logit axis, which has no 0 and no 1."""
+    """Outputs clipped for a logit axis, which has no 0 and no 1."""
     return np.clip(values, 1e-3, 1.0 - 1e-5)
 
 
 def shown_classes(estimator: SDMEstimator) -> list[int]:
-    """The classes with the most calibration points, no more than can be told apart, in their own order."""
+    """The classes with the most calibration points, as many as there are colours, in their own order."""
     counts = np.bincount(estimator.calibration_.labels.numpy(), minlength=len(estimator.classes_))
     return sorted(np.argsort(-counts, kind="stable")[:MOST_CLASSES].tolist())
 
@@ -259,7 +263,7 @@ def _lowest(right: NDArray[np.bool_], inside: NDArray[np.bool_], groups: NDArray
 
 
 def softmax(z: NDArray[np.float64]) -> NDArray[np.float64]:
-    """softmax(z'): what the same adaptor would say without q and d."""
+    """softmax(z'): the output of the same adaptor without q and d."""
     return np.asarray(torch.softmax(torch.from_numpy(z), dim=1).numpy())
 
 

@@ -1,4 +1,4 @@
-"""The HTML report over runs: what two settings differ in, the paper's tables with its own figures beside, training curves."""
+"""The HTML report over runs: the comparison of two losses, the paper's tables beside its published figures, training curves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_report(
     intro: str = "",
     first: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write the page in one step; `intro` stands on top, `first` and `more` are further sections, as (title, HTML)."""
+    """Write the page in one step; `intro` is its first paragraph, `first` and `more` are sections, as (title, HTML)."""
     published = all(run.task == "word_ordering" for run in runs)  # the only task in the paper
     with matplotlib.rc_context(plots.STYLE):
         sections = [
@@ -60,7 +60,7 @@ def write_report(
             page.section("Over training", _training(runs)),
             *(page.section(*section) for section in more),
             page.section("Runs", _runs(runs)),
-            page.section("Words", _words(tables.alpha)),
+            page.section("Words", page.words(_meanings(tables.alpha))),
         ]
     page.write_page(path, title, sections)
 
@@ -69,11 +69,11 @@ def _glance(runs: Sequence[Run], tables: Tables) -> str:
     says = [comparison.statement() for comparison in tables.comparisons]
     says = says or ["There is no pair of SDM + HN and CE + HN with the same seed, so nothing is compared."]
     caption = (
-        f"What became of the LM's own answers to test prompts, at alpha = {tables.alpha:g}. Accepted: the verdict of the SDM "
+        f"Decisions about the LM's own answers to test prompts, at alpha = {tables.alpha:g}. Accepted: the verdict of the SDM "
         "layer on the answer (right or wrong) lies in the high-reliability region. Not verified: the layer does not "
         "decide, and a person should look; that does not mean that the answer is wrong. Mean over the seeds."
     )
-    picture = page.figure("outcomes", outcomes(runs), "What became of the answers on each test set", caption)
+    picture = page.figure("outcomes", outcomes(runs), "Decisions about the answers on each test set", caption)
     return picture + "".join(f"<p class='lead'>{page.text(sentence)}</p>" for sentence in says)
 
 
@@ -122,29 +122,28 @@ def _runs(runs: Sequence[Run]) -> str:
     )
 
 
-def _words(alpha: float) -> str:
-    """An explanation of the terms that the tables use."""
-    words = {
+def _meanings(alpha: float) -> dict[str, str]:
+    """The terms that the tables use."""
+    return {
         "CE, SDM": "fine-tuned with cross-entropy, or with the SDM loss",
         "HN": "with hard negatives: wrong answers that the model gives while it is being trained",
-        "verdict, ŷ": "what the SDM layer says of an answer: 1 (Yes, it is right) or 0 (No)",
-        "y": "the truth about the answer, from comparing it with the reference: 1 right, 0 wrong",
+        "verdict, ŷ": "the prediction of the SDM layer about an answer: 1 (Yes, it is right) or 0 (No)",
+        "y": "whether the answer is right, by comparison with the reference: 1 right, 0 wrong",
         "accepted, HR": f"the verdict lies in the high-reliability region, where at least alpha = {alpha:g} of the verdicts "
         "should be right, for each y and each ŷ",
-        "HR lower": "the same with d lowered by what its estimate may be off",
-        "q": "Similarity: how many of the nearest known documents, counted outwards, are rightly predicted as this one is",
+        "HR lower": "the same with d lowered by the uncertainty of its estimate",
+        "q": "Similarity: how many of the nearest known documents, counted outwards, have this verdict and were predicted correctly",
         "d": "Distance: a quantile, 1 near the known documents and 0 beyond them",
-        "q'min, psi": "what q' (q, lowered by the output) and the output of the SDM layer must reach",
+        "q'min, psi": "the least q' (q, lowered by the output) and the least output of the SDM layer in the region",
         "D_ca": "the calibration rows; the final SDM layer is fitted over one half of them and calibrated over the other",
-        "base b": "of the SDM loss of a document: 2 + the output of the SDM layer for its label y; e would be cross-entropy",
+        "base b": "the base of the logarithm in the SDM loss of a document: 2 + the output of the SDM layer for its label y; "
+        "cross-entropy has base e",
     }
-    items = "".join(f"<dt>{page.text(word)}</dt><dd>{page.text(meaning)}</dd>" for word, meaning in words.items())
-    return f"<details><summary>What the words and signs mean</summary><dl>{items}</dl></details>"
 
 
 def paper_table(tables: Tables, name: str, published: dict[tuple[str, ...], tuple[str, ...]]) -> str:
-    """A table of ours, with the paper's figures where it has the setting (and the test set): to the right, or below each
-    line where the table is wide."""
+    """A table of ours. The paper's figures, where it has the same setting and test set, are in columns to the right, or in a
+    wide table below each line."""
     layout, lines = LAYOUTS[name], tables.of(name)
     wide = len(layout.columns) > 4  # no room for the spread over seeds, which the CSV has
     keys = [(line.dataset, line.setting) if line.dataset else (line.setting,) for line in lines]
@@ -182,9 +181,9 @@ def _full(tables: Tables, published: bool) -> str:
 def _by_alpha(runs: Sequence[Run], tables: Tables) -> str:
     parts = [_compared(tables.by_alpha)] if tables.by_alpha else []
     caption = (
-        "What the final SDM layers would accept at other alphas, one line for each run; settings differ in colour and in line "
-        f"style. Accuracy is drawn where at least {_FEWEST} generations are accepted; dotted: accuracy = alpha, which it "
-        "should not fall below. The vertical line is the alpha of the tables."
+        "The share that the final SDM layers would accept at other alphas, one line for each run; settings differ in colour and "
+        f"line style. Accuracy is drawn where at least {_FEWEST} generations are accepted; it should not fall below the dotted "
+        "line, accuracy = alpha. The vertical line is the alpha of the tables."
     )
     families = sorted({run.family for run in runs})
     for n, family in enumerate(families):

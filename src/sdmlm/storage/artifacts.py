@@ -1,8 +1,8 @@
 """Folders on disk: safetensors and JSON, checksummed, replaced atomically.
 
-`config.json` is the commit point. It names the other files with their SHA-256, and those carry part of the hash in their
-names; so a save first writes new files beside the old ones, then replaces `config.json` in one step, then removes what the
-old one named. Whenever the power goes, the folder is the old artifact or the new one.
+`config.json` names the other files with their SHA-256, and their names contain part of that hash. A save writes the new
+files beside the old ones, then replaces `config.json` in one step, then removes the files that the old `config.json` named.
+If the process is stopped at any moment, the folder holds the old artifact or the new one, never a mixture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SDM_FOLDER = "sdm"  # of an SDM layer, inside the folder of its LM
 
 
 class DamagedError(SDMError):
-    """What is on disk cannot be read as what it should be."""
+    """A saved file or folder is damaged, or is not of the expected kind."""
 
 
 def write_artifact(
@@ -62,13 +62,13 @@ def write_artifact(
             path.write_text(json.dumps({**head, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             _flush(path)
             os.replace(path, folder / CONFIG)
-    except BaseException as error:  # Ctrl-C too: what was there before stays, what is new goes
-        named = old | _named_files(folder)  # the new ones, where it came just after the commit
+    except BaseException as error:  # Ctrl-C too: keep the old files, remove the new ones
+        named = old | _named_files(folder)  # includes the new files if config.json was already replaced
         for path in written:
             if path.name not in named:
                 path.unlink(missing_ok=True)
         if not existed:
-            with contextlib.suppress(OSError):  # somebody else's files came in between, or it was never made
+            with contextlib.suppress(OSError):  # not empty, because another process wrote into it, or never created
                 folder.rmdir()
         if not isinstance(error, (OSError, SafetensorError)):
             raise
@@ -114,11 +114,11 @@ def read_artifact(
 def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Lock a folder among processes that call this; yields whether this process has the lock.
 
-    Where another process has it, wait for it, or without `wait` yield False. A lock ends with its process.
+    If another process has the lock, wait for it; with `wait=False`, yield False instead. A lock ends with its process.
     """
     try:
         import fcntl
-    except ImportError:  # Windows has none
+    except ImportError:  # on Windows: no locks there
         yield True
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,17 +135,17 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """A number that may be infinite as JSON can hold it: None for infinity."""
+    """The number itself, or None if it is infinite, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 
 def none_as_infinity(value: float | None) -> float:
-    """What `finite_or_none` wrote; all our infinities are thresholds that nothing reaches."""
+    """The inverse of `finite_or_none`. Only positive infinity is saved: thresholds that nothing reaches."""
     return math.inf if value is None else float(value)
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
-    """Replace a text file in one step; an OSError (a full disk, say) names the file and leaves the old one."""
+    """Replace a text file in one step. On an OSError (a full disk, for example) the old file stays, and the error names it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -153,7 +153,7 @@ def write_text_atomically(path: str | Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
             _flush(partial)
             os.replace(partial, path)
-    except OSError as error:  # which names the temporary file, or none where the disk is full
+    except OSError as error:  # it names the temporary file, or no file at all
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -164,11 +164,11 @@ def write_metadata(path: Path, metadata: Mapping[str, Any], indent: int | None =
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What `write_metadata` wrote; ValueError or OSError where it cannot be read or was changed since."""
+    """What `write_metadata` wrote; ValueError or OSError if it cannot be read or was changed since."""
     metadata = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(metadata, dict):
         raise DamagedError("it is no object")
-    if metadata.pop("sha256", None) not in (None, _digest(metadata)):  # without one: written before there were any
+    if metadata.pop("sha256", None) not in (None, _digest(metadata)):  # the first versions wrote no checksum
         raise DamagedError("its checksum differs")
     return metadata
 
@@ -179,7 +179,7 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A name beside it that no other process or thread writes to."""
+    """A path in the same folder that no other process or thread writes to; removed at the end."""
     path = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.tmp")
     try:
         yield path
@@ -211,7 +211,7 @@ def _sha256(path: Path) -> str:
 
 
 def _named_files(folder: Path) -> set[str]:
-    """What the present config.json names; nothing where there is none, or none that can be read."""
+    """The files that the present config.json names; empty if it is missing or cannot be read."""
     try:
         return {Path(str(entry["name"])).name for entry in _present_config(folder)["files"].values()}
     except (KeyError, TypeError, AttributeError):
@@ -219,7 +219,7 @@ def _named_files(folder: Path) -> set[str]:
 
 
 def _present_config(folder: Path) -> dict[str, Any]:
-    """The config.json that is there; empty where there is none, or none that can be read."""
+    """The content of the present config.json; empty if it is missing or cannot be read."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Checks of output files and folders before any work is done for them, and folders that appear whole."""
+"""Checks of output files and folders before the work starts, and folders that are created completely or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_output_file(path: str | Path | None, *suffixes: str) -> None:
 
 def check_artifact_folder(folder: str | Path, kind: str, force: bool = False) -> None:
     """Refuse a folder to save an artifact into that holds something else, or one of this kind (unless forced)."""
-    from sdmlm.storage.artifacts import CONFIG  # here, for it imports torch
+    from sdmlm.storage.artifacts import CONFIG  # here, because it imports torch
 
     path, noun = Path(folder), kind.removeprefix("sdmlm ")
     if path.exists() and not path.is_dir():
@@ -42,10 +42,10 @@ def check_artifact_folder(folder: str | Path, kind: str, force: bool = False) ->
 
 
 def _check_writable(folder: Path) -> None:
-    """Whether files can be made in a folder, or the folder itself in the nearest one that exists."""
+    """Refuse a folder in which no file can be created, or that cannot be created itself."""
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     try:
-        # Permissions do not tell: root may do everything and still not write to a read-only disk.
+        # Permission bits are not enough: root may do everything and still cannot write to a read-only disk.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain_json(value: Any) -> Any:
-    """Null for NaN and infinities, which JSON does not have; numbers and arrays of NumPy as plain ones."""
+    """The value with None for NaN and infinities, which JSON does not have, and plain numbers and lists for NumPy's."""
     if isinstance(value, dict):
         return {str(key): plain_json(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):

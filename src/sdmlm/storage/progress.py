@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal, on stderr, gone when done."""
+"""Progress bars on stderr: shown only in a terminal, and removed when done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""training.json, which `sdmlm train` writes beside a model: what was asked for, on which rows, and what came of it."""
+"""training.json, which `sdmlm train` writes beside a model: the settings, the rows and the results of the training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PARTS = ("status", "settings", "data", "config", "log_history")
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
-    """The record of a folder; None where there is none, because the model was made in another way."""
+    """The record in a folder; None if there is none (the model was not made by `sdmlm train`)."""
     path = Path(folder) / RECORD
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -28,14 +28,14 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
 
 
 def copy_record(folder: str | Path, target: Path) -> None:
-    """A model that goes to another folder takes its record along, unless there is one."""
+    """Copy the record of a model to the folder `target`, unless that already has one."""
     path = Path(folder) / RECORD
     if path.exists() and not (target / RECORD).exists():
         shutil.copy(path, target / RECORD)
 
 
 def halves(rows: list[dict[str, Any]], seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two random halves, each in the order of the file; the odd row is trained on."""
+    """Two random halves, each in the order of the file; of an odd number of rows the first half has one more."""
     import numpy as np
 
     order = np.random.default_rng([seed, 5]).permutation(len(rows))
@@ -45,8 +45,11 @@ def halves(rows: list[dict[str, Any]], seed: int) -> tuple[list[dict[str, Any]],
 
 
 def held_out(rows: list[dict[str, Any]], sha256: str | None, folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of a file that the model in a folder was not trained on: the calibration half, where `sdmlm train` split
-    this very file; all of any other. Warns where the model was trained on all of them."""
+    """The rows of a file that the model in a folder was not trained on.
+
+    If `sdmlm train` split this very file, these are its calibration half; of any other file, all rows. If the model was
+    trained on all rows of the file, this warns and returns them all.
+    """
     record = read_record(folder)
     if record is None or record["data"]["train"]["sha256"] != sha256:
         return rows

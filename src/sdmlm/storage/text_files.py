@@ -1,4 +1,4 @@
-"""Files as people hand them in (text, JSON, Parquet): what cannot be read is said in a ValueError that names file and line."""
+"""Reading files from users (text, JSON, Parquet). A file that cannot be read raises a ValueError that names file and line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Unicode categories Cc, Cf, Cs, Zl and Zp, and letters and marks that are drawn as nothing.
+# Unicode categories Cc, Cf, Cs, Zl and Zp, and letters and marks that are not visible.
 _HIDDEN = re.compile(
     "[\\x00-\\x1f\\x7f-\\x9f\\xad\\u034f\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u0890\\u0891\\u08e2\\u115f\\u1160\\u17b4\\u17b5"
     "\\u180b-\\u180f\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\uffa0\\ufff0-\\ufffb\\ud800-\\udfff"
@@ -17,7 +17,7 @@ _HIDDEN = re.compile(
 
 
 def decode(content: bytes, source: object) -> str:
-    """The text of a file in UTF-8; some editors put a byte order mark at its start, which is no part of it."""
+    """The text of a file in UTF-8, without the byte order mark that some editors put at its start."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -39,7 +39,7 @@ def _escape(character: str) -> str:
 
 
 def parse_json(text: str, source: object, line: int | None = None) -> Any:
-    """The value that the text spells; `line` is its number in the source where it is only one line of it."""
+    """The value of a JSON text; `line` is its line number if the text is a single line of the source."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -51,7 +51,7 @@ def parse_json(text: str, source: object, line: int | None = None) -> Any:
 
 
 def json_lines(text: str, source: object, fields: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) for each line that is not blank; `fields` says in the error what an object is to hold."""
+    """(location, object) for each line that is not blank; `fields` says in the error message what an object must hold."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where, value = f"{source}, line {number}", parse_json(line, source, number)

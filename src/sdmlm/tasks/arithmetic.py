@@ -103,7 +103,8 @@ def make_splits(
 ) -> dict[str, list[dict[str, Any]]]:
     """Rows by split, no pair of numbers twice, in either order; `shifted` has numbers of more digits.
 
-    There are few pairs of small numbers, and those drawn first would get them all: the other three are cut from one pool.
+    There are few pairs of small numbers, and the split that is drawn first would get most of them. So train, calibration and
+    test are cut from one shuffled pool.
     """
     for name, size in (("train", train), ("calibration", calibration), ("test", test), ("shifted", shifted)):
         if not 0 <= size <= 1_000_000:

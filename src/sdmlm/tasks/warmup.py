@@ -118,7 +118,7 @@ def words_by_number(rng: random.Random, sentences: Sequence[str]) -> Exercise:
 
 
 def complete_reordered(rng: random.Random, sentences: Sequence[str]) -> Exercise:
-    """An ending of two to five words, given in another order and with the way back."""
+    """An ending of two to five words, given in another order, with how to restore the right one."""
     words = _sentence(rng, sentences)
     k = rng.randint(2, max(2, min(5, len(words) - 1)))
     start, end = " ".join(words[:-k]), words[-k:]

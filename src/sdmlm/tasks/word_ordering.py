@@ -1,7 +1,7 @@
 """The paper's task: put the last words of a sentence back into order.
 
-The prompt gives the sentence without its last three words, and these shuffled; the answer is the sentence in XML. Each
-row has a negative of its own, another wrong order, one in ten with a `sentence` tag missing.
+The prompt gives the sentence without its last three words, and those words shuffled; the answer is the sentence in XML.
+The negative of a row has the words in another wrong order; in one of ten rows it also lacks a `sentence` tag.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PROMPT = (
     "correctly addressed the instructions, and <verified>No</verified> if it did not."
 )
 OPEN, CLOSE = "<sentence>", "</sentence>"
-TAGS = (OPEN, CLOSE, "<verified>", "</verified>")  # all that the prompt names
-UNTAGGED = 0.1  # of the negatives lose the opening tag, the closing tag or both, with equal probability
+TAGS = (OPEN, CLOSE, "<verified>", "</verified>")  # all tags in the prompt
+UNTAGGED = 0.1  # share of the negatives that lose the opening tag, the closing tag or both, with equal probability
 
 reward = exact_match  # r: the body is the reference, tags included
 
@@ -109,7 +109,7 @@ def make_splits(
                 if make_row(sentence, suffix, seed) is None:
                     left_out["too few wrong orders"] += 1
                 else:
-                    sentences.append(sentence)  # of millions of sentences, a few thousand become rows
+                    sentences.append(sentence)  # not the row: of millions of sentences, a few thousand become rows
         return sentences
 
     own = {} if harvard is None else {"harvard": usable(harvard)}  # first: a test sentence must not be trained on
@@ -124,7 +124,7 @@ def make_splits(
             "needed for train, calibration, test and shifted: give more sentences or ask for fewer rows."
         )
     random.Random(seed).shuffle(pool)
-    # Ties in length are cut at random; what is left keeps the random order.
+    # The pool is shuffled, so ties in length are broken at random, and the rest is in random order.
     longest = sorted(range(len(pool)), key=lambda i: -len(pool[i].split()))[:shifted]
     apart = set(longest)
     rest = [sentence for i, sentence in enumerate(pool) if i not in apart]

@@ -157,7 +157,7 @@ def test_dry_run_shows_and_checks_without_weights(
     words = " ".join(out.split())
     assert "limit 64; 0 rows over it" in words
     assert f"{sum(p.numel() for p in tiny_lm().parameters()):,} parameters" in words
-    assert "Steps: 3 an epoch with batches of 16, 6 in all" in words
+    assert "Steps: 3 per epoch with batches of 16, 6 in total" in words
     assert not Path("run").exists()
 
 

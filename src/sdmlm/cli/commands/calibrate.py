@@ -1,4 +1,4 @@
-"""`sdmlm calibrate`: the final SDM layer over a language model that exists already, fine-tuned or not."""
+"""`sdmlm calibrate`: fit the SDM layer of an existing language model, fine-tuned or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS = (
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    help = "fit the final SDM layer over a language model, fine-tuned or not"
+    help = "fit the SDM layer of a language model, fine-tuned or not"
     parser = common.add_command(subparsers, "calibrate", help, EXAMPLES)
     parser.usage = "sdmlm calibrate DIR --data ROWS [--output DIR2] [options]"
     parser.add_argument("model", metavar="DIR", help="model folder, or a name on the Hub together with --output")
@@ -39,7 +39,7 @@ def add(subparsers: Any) -> None:
         "--seed",
         default=argparse.SUPPRESS,
         metavar="N",
-        help="the same seed gives the same layer (that of training, or 42)",
+        help="the same seed gives the same layer (default: that of training, or 42)",
     )
     parser.epilog = f"{common.THREADS}\n\n{parser.epilog}"
     parser.set_defaults(run=run)

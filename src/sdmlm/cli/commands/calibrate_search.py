@@ -1,4 +1,4 @@
-"""`sdmlm calibrate-search`: the region of a search's final answers, so that they can be accepted like others."""
+"""`sdmlm calibrate-search`: find the region in which the final answers of a search can be accepted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> None:
     with (
         opened(args) as lm,
         contextlib.redirect_stdout(sys.stderr),
-    ):  # whatever a reward prints: stdout is for the result
+    ):  # a reward may print, and stdout is for the result
         data = read_preferences(args.data, lm.tags)
         rows = held_out(data.rows, data.sha256, Path(args.model))
         calibration = calibrate_search(
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> None:
     share = common.percent(result["verified"], result["prompts"])
     out.print(
         f"{args.search} with a budget of {args.budget}, over {result['prompts']} calibration prompts: "
-        f"{result['tries']:.2f} tries a prompt, {common.percent(result['right'], result['prompts'])} of the final answers right.",
+        f"{result['tries']:.2f} tries per prompt, {common.percent(result['right'], result['prompts'])} of the final answers right.",
         markup=False,
     )
     q_min = common.number(calibration.region().q_min)
@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def summary(calibration: SearchCalibration) -> dict[str, Any]:
-    """What a calibrated search does on its own prompts."""
+    """The results of a calibrated search on its calibration prompts."""
     return {
         "policy": calibration.to_dict()["policy"],
         "alpha": calibration.alpha,

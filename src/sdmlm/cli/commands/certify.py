@@ -1,4 +1,4 @@
-"""`sdmlm certify`: what is promised about the accepted, from points or rows that played no part in fitting."""
+"""`sdmlm certify`: certify the accuracy among what is accepted, with points or rows that were not used for fitting."""
 
 from __future__ import annotations
 
@@ -26,14 +26,24 @@ def add(subparsers: Any) -> None:
     parser = common.add_command(subparsers, "certify", help, EXAMPLES)
     parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator, or of an SDM language model")
     parser.add_argument(
-        "embeddings", metavar="EMBEDDINGS", nargs="?", help="of an estimator: points that played no part in fitting"
+        "embeddings",
+        metavar="EMBEDDINGS",
+        nargs="?",
+        help="for an estimator: embedding file of points that were not used for fitting",
     )
-    parser.add_argument("--data", metavar="ROWS", help=f"of a language model, new to it: {ROWS_HELP}")
+    parser.add_argument("--data", metavar="ROWS", help=f"for a language model: new {ROWS_HELP}")
     parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
-    parser.add_argument("--delta", type=float, default=0.05, metavar="P", help="chance of a wrong certificate (0.05)")
+    parser.add_argument(
+        "--delta", type=float, default=0.05, metavar="P", help="probability of a wrong certificate (0.05)"
+    )
     parser.add_argument("--promise", choices=("overall", "predicted", "class"), help="what alpha holds for (as fitted)")
-    parser.add_argument("--epsilon", type=float, metavar="P", help="share of known points given up to see shifts")
+    parser.add_argument(
+        "--epsilon",
+        type=float,
+        metavar="P",
+        help="share of known points that may be rejected to reject shifted ones too",
+    )
     parser.add_argument("--classes", metavar="C,...", help="predicted classes to cover, by name (all)")
     parser.add_argument("--output", metavar="FILE.json", help="save the certificate, for score --certificate")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
@@ -70,7 +80,7 @@ def _certify_lm(args: argparse.Namespace) -> None:
     data = read_preferences(args.data, lm.tags)
     epsilon = EPSILON if args.epsilon is None else args.epsilon
     threads = threads_for(lm.model.num_parameters())
-    with threads, contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints: stdout is for the result
+    with threads, contextlib.redirect_stdout(sys.stderr):  # a reward may print
         certificate = certify_lm(
             lm, data.rows, args.reward, alpha=args.alpha, delta=args.delta, epsilon=epsilon, source=data.source
         )
@@ -124,9 +134,13 @@ def _show_rule(args: argparse.Namespace, rule: CertifiedRule, names: list[str]) 
     from rich.text import Text
 
     out = common.console(args)
-    table = common.rich_table(
-        "Tests", ("least confidence", "group", "accepted", "errors", "p-value", "passed"), ["group"]
+    columns = ("least confidence", "group", "accepted", "errors", "p-value", "passed")
+    caption = (
+        "Each line tests a candidate threshold on confidence over the points of a group, from strict to loose. accepted, "
+        "errors: points that it accepts, and wrong ones among them. p-value: probability of so few errors if the accuracy were "
+        "below alpha. The last threshold before a failure is used."
     )
+    table = common.rich_table("Tests", columns, ["group"], caption)
     for test in rule.tests:
         counts = str(test.accepted), str(test.errors)
         cells = f"{test.threshold:.3f}", Text(test.group), *counts
@@ -154,7 +168,11 @@ def _show(args: argparse.Namespace, says: str, tests: list[dict[str, Any]]) -> N
     out = common.console(args)
     if tests:
         columns = ("q'min", "predicted class", "accepted", "errors", "p-value", "passed")
-        table = common.rich_table("Tests", columns, left=["predicted class"])
+        caption = (
+            "Each line tests a candidate threshold on q', over the points of a predicted class. accepted, errors: points that "
+            "it accepts, and wrong ones among them. p-value: probability of so few errors if the accuracy were below alpha."
+        )
+        table = common.rich_table("Tests", columns, ["predicted class"], caption)
         for test in tests:
             counts = str(test["accepted"]), str(test["errors"])
             cells = f"{test['q_min']:.4g}", Text(test["predicted_class"]), *counts

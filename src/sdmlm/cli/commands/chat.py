@@ -1,4 +1,4 @@
-"""`sdmlm chat`: ask an SDM language model, see its answer, its verdict and why."""
+"""`sdmlm chat`: ask an SDM language model, and see its answer, the verdict and the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = """\
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    help = "ask and see answers with verdict and reason"
+    help = "ask in the terminal, and see answers with verdict and reason"
     parser = common.add_command(subparsers, "chat", help, EXAMPLES)
     generate.add_model(parser)
     generate.add_writing(parser)
@@ -47,10 +47,10 @@ def _talk(lm: SDMLanguageModel, args: argparse.Namespace, options: dict[str, Any
     if person:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys and history
-        # The SDM layer knows documents like those it was fitted over, which have one turn as a rule.
+        # The SDM layer was usually fitted over documents of one turn.
         out.print(
-            "One question a line; each stands alone. Ctrl-D ends." if not lm.tokenizer.chat_template else
-            "One line a turn; an empty line starts a new conversation. Ctrl-D ends.",
+            "One question per line, each on its own. Ctrl-D ends." if not lm.tokenizer.chat_template else
+            "One line per turn; an empty line starts a new conversation. Ctrl-D ends.",
             style="dim",
         )  # fmt: skip
     turns: list[dict[str, str]] = []
@@ -67,7 +67,7 @@ def _talk(lm: SDMLanguageModel, args: argparse.Namespace, options: dict[str, Any
         turns = [*turns, {"role": "user", "content": line}] if lm.tokenizer.chat_template else []
         try:
             answer = _answer(lm, turns or line, args, options, out)
-        except ValueError as error:  # one that cannot be answered does not end the conversation
+        except ValueError as error:  # a prompt that cannot be answered does not end the conversation
             common.warn(str(error))
             turns = turns[:-1]
             continue
@@ -77,7 +77,7 @@ def _talk(lm: SDMLanguageModel, args: argparse.Namespace, options: dict[str, Any
 
 
 def _answer(lm: Any, prompt: Any, args: argparse.Namespace, options: dict[str, Any], out: Console) -> Verification:
-    """Print an answer as it is written, then what the SDM layer says of it."""
+    """Print an answer while it is generated, then the decision and the reason."""
 
     def write(_: int, piece: str) -> None:
         out.print(visible(piece), end="", markup=False, soft_wrap=True)

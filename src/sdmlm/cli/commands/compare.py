@@ -21,7 +21,7 @@ EXAMPLES = """\
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    help = "compare the SDM estimator with its rivals on the same points"
+    help = "compare the SDM estimator with other methods on the same points"
     parser = common.add_command(subparsers, "compare", help, EXAMPLES)
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP + "; to fit on")
     parser.add_argument(

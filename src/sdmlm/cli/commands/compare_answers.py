@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     with (
         opened(args) as lm,
         contextlib.redirect_stdout(sys.stderr),
-    ):  # whatever a reward prints: stdout is for the result
+    ):  # a reward may print, and stdout is for the result
         rows = read_preferences(args.data, lm.tags).rows
         shifted = None if args.shifted is None else read_preferences(args.shifted, lm.tags).rows
         comparison = compare_answers(lm, rows, shifted, args.reward, samples=args.samples)
@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
     for name, share in comparison.right.items():
         out.print(f"{name}: {comparison.rows[name]} answers, {share:.1%} of them right.", markup=False)
     if comparison.samples:
-        out.print(f"Self-consistency writes {comparison.samples} more answers for every prompt; the others write none.")
+        out.print(
+            f"Self-consistency generates {comparison.samples} more answers for every prompt; the other scores need none."
+        )
     certificate = lm.certificate()
     if certificate is not None:
         out.print(certificate.sentence(), markup=False, soft_wrap=True)

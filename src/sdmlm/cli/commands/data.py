@@ -36,7 +36,7 @@ def add(subparsers: Any) -> None:
         required=True,
         nargs="+",
         metavar="F",
-        help='text files, one sentence a line, or a data set of the Hub, or "demo"',
+        help='text files with one sentence per line, or a data set of the Hub, or "demo" (sentences of the demo)',
     )
     ordering.add_argument("--harvard", metavar="H", help="sentences of a further test set, harvard.jsonl")
     ordering.add_argument("--suffix", type=int, default=3, metavar="N", help="words to put back into order (3)")

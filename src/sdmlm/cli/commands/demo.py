@@ -16,9 +16,9 @@ EXAMPLES = """\
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    parser = common.add_command(subparsers, "demo", "watch an SDM language model come to life", EXAMPLES)
+    parser = common.add_command(subparsers, "demo", "train a small SDM language model and ask it", EXAMPLES)
     parser.add_argument("--output", metavar="DIR", help="folder to write into (runs/demo; runs/digits with --digits)")
-    parser.add_argument("--fast", action="store_true", help="less of everything: 80 seconds")
+    parser.add_argument("--fast", action="store_true", help="less data and training: about 80 seconds")
     parser.add_argument("--digits", action="store_true", help="the estimator by itself, on scikit-learn's digits")
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`sdmlm train --dry-run`: encodes and checks everything, shows three documents with their mask, and trains nothing."""
+"""`sdmlm train --dry-run`: encode and check everything, show three documents with their mask, train nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show(args: argparse.Namespace, run: TrainingRun) -> None:
-    """Lengths, classes, memory, steps, and three documents as the loss sees them; fails where training would."""
+    """Print lengths, classes, memory, steps, and three documents with their mask; fails where training would."""
     from sdmlm.finetuning.rehearsal import check_trainable, rehearse
     from sdmlm.finetuning.run import warn_about
 
@@ -42,8 +42,8 @@ def _show_examples(out: Any, encoder: Encoder, rehearsal: Rehearsal) -> None:
         return
     longest = max((len(pair[0].input_ids), i) for i, pair in enumerate(encoded) if pair)[1]
     out.print(Text.assemble(
-        "Three documents. ", ("Dim", "dim"), " is masked, ",
-        (f"{_COUNTED[0]}underlined{_COUNTED[1]}", _COUNTED_STYLE), " counts in the loss, ", (_MARK, "reverse"),
+        "Three documents. ", ("Dim", "dim"), " text is masked, ",
+        (f"{_COUNTED[0]}underlined{_COUNTED[1]}", _COUNTED_STYLE), " text counts in the loss, ", (_MARK, "reverse"),
         " is where the SDM layer reads.",
     ))  # fmt: skip
     for i, verified in ((whole[0], True), (whole[0], False), (longest, positive[longest])):
@@ -59,7 +59,7 @@ _COUNTED, _COUNTED_STYLE, _MARK = ("[[", "]]"), "bold underline green", "<-h"
 
 
 def example_text(encoder: Encoder, document: Encoded) -> Text:
-    """A document with its mask: brackets and underlining, so that neither colour nor a terminal is needed."""
+    """A document with its mask, shown by brackets as well as by style, for output without colour."""
     from rich.text import Text
 
     from sdmlm.language_model.encoding import IGNORED
@@ -75,13 +75,15 @@ def example_text(encoder: Encoder, document: Encoded) -> Text:
 
 
 def _legible(text: str) -> str:
-    """Without characters that a terminal would act on."""
+    """The text with control characters as escapes."""
     return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
 def _show_summary(out: Any, summary: dict[str, Any]) -> None:
     lengths, memory, steps = summary["lengths"], summary["memory"], summary["steps"]
-    table = common.rich_table("Rows", ("rows", "source", "used", "positive", "negative"), left=["rows", "source"])
+    columns, left = ("rows", "source", "used", "positive", "negative"), ("rows", "source")
+    caption = "positive, negative: documents with the right and with the wrong answer, as drawn for the first epoch."
+    table = common.rich_table("Rows", columns, left, caption)
     for name, documents in summary["documents"].items():
         row = summary["data"][name]
         table.add_row(name, row["source"], str(row["used"]), str(documents["positive"]), str(documents["negative"]))
@@ -92,8 +94,8 @@ def _show_summary(out: Any, summary: dict[str, Any]) -> None:
     parts = ", ".join(f"{name} {_size(memory[name])}" for name in ("weights", "gradients", "optimizer"))
     out.print(f"Memory: {memory['parameters']:,} parameters, {memory['trainable']:,} trained; {parts}, largest chunk of "
               f"logits {_size(memory['logits'])}: {_size(memory['total'])} and the activations, without sharding.")  # fmt: skip
-    out.print(f"Steps: {steps['per_epoch']} an epoch with batches of {steps['batch']}, {steps['total']} in all; about "
-              f"{steps['generations_per_epoch']} generations an epoch from the second on.")  # fmt: skip
+    out.print(f"Steps: {steps['per_epoch']} per epoch with batches of {steps['batch']}, {steps['total']} in total; about "
+              f"{steps['generations_per_epoch']} generations per epoch from the second on.")  # fmt: skip
 
 
 def _size(size: float) -> str:

@@ -1,4 +1,4 @@
-"""`sdmlm explain`: why rows were accepted or rejected, with the documents that decided it."""
+"""`sdmlm explain`: why rows were accepted or rejected, with the most similar known documents."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ _TEXT_WIDTH = 60
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
-    help = "explain decisions: a sentence, the nearest training documents, calibration peers"
+    help = "explain decisions: a sentence, the nearest training documents, similar calibration points"
     parser = common.add_command(subparsers, "explain", help, EXAMPLES)
     parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
     embeddings = common.EMBEDDINGS_HELP + "; labels are optional"
     parser.add_argument("embeddings", metavar="EMBEDDINGS", nargs="?", help=embeddings)
     parser.add_argument(
-        "--label-errors", action="store_true", help="list fitted points whose label looks wrong, instead of EMBEDDINGS"
+        "--label-errors",
+        action="store_true",
+        help="list fitted points whose label may be wrong, instead of explaining EMBEDDINGS",
     )
     parser.add_argument("--rows", metavar="ROWS", help=f"rows from 0, e.g. 0,3,7-9 (the first {_DEFAULT_ROWS})")
-    parser.add_argument("-k", type=int, metavar="K", help="exemplars and peers of each row (5); label errors (20)")
+    parser.add_argument(
+        "-k", type=int, metavar="K", help="how many documents to show per row (5), or how many label errors (20)"
+    )
     parser.add_argument("--json", action="store_true", help="print the explanations as JSON")
     parser.set_defaults(run=run)
 
@@ -86,17 +90,20 @@ def _label_errors(args: argparse.Namespace, estimator: SDMEstimator, names: Sequ
 
     out = common.console(args)
     if not errors:
-        out.print("No label contradicts its neighbourhood.")
+        out.print("No label is suspected to be wrong.")
         return
     texts = any(error.text for error in errors)
     columns = ("id", "label", "suggested", "confidence", "q", "d", *(["text"] if texts else []))
-    table = common.rich_table("Suspected label errors", columns, left=("id", "label", "suggested", "text"))
+    caption = (
+        "Points that layers which were not fitted on them predict confidently as another class (suggested). q: similar points "
+        "in a row that support it. d: nearness to known points, 1 is nearest."
+    )
+    table = common.rich_table("Suspected label errors", columns, ("id", "label", "suggested", "text"), caption)
     for error in errors:
         cells = [visible(str(error.id)), names[error.label], names[error.prediction], f"{error.confidence:.2f}"]
         cells += [f"{error.q:.4g}", f"{error.d:.2f}", *([_one_line(error.text or "")] if texts else [])]
         table.add_row(*map(Text, cells))
     out.print(table)
-    out.print("Points that are confidently predicted as another class by layers that were not fitted on them.")
 
 
 def parse_rows(text: str | None, n: int) -> list[int]:
@@ -116,12 +123,12 @@ def parse_rows(text: str | None, n: int) -> list[int]:
 
 
 def _class_name(c: int, names: Sequence[str]) -> str:
-    """A label added to the support may lie outside the classes."""
+    """The name of a class; a label that was added to the support may be none of the classes."""
     return names[c] if 0 <= c < len(names) else f"outside the classes ({c})"
 
 
 def _name_classes(entry: dict[str, Any], names: Sequence[str]) -> None:
-    """Class names in place of indices, everywhere in an explanation turned into dictionaries."""
+    """Replace class indices by names everywhere in an explanation, given as a dictionary."""
     entry["prediction"] = _class_name(entry["prediction"], names)
     for document in (*entry["exemplars"], *entry["peers"]["nearest"]):
         document["label"] = _class_name(document["label"], names)
@@ -129,7 +136,7 @@ def _name_classes(entry: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def show(out: Console, title: str, text: str | None, e: Explanation, names: Sequence[str]) -> None:
-    """One explanation on the terminal."""
+    """Print one explanation."""
     from rich.text import Text
 
     out.print(Text(f"{title}: {e.decision}", style="bold"))

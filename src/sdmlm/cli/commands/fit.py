@@ -1,4 +1,4 @@
-"""`sdmlm fit`: from an embedding file to a saved estimator."""
+"""`sdmlm fit`: fit an estimator on an embedding file, and save it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _calibration(held: Embeddings, path: str, data: Embeddings) -> tuple[Any, Any, list[int | str]]:
-    """(X, y, ids) of the calibration split; ids that both files use (each may count from 0) are told apart by a prefix."""
+    """(X, y, ids) of the calibration split; the ids get a prefix if both files use the same ones."""
     ids: list[int | str] = list(held.ids)
     if set(ids) & set(data.ids):
         ids = [f"calibration:{i}" for i in ids]
@@ -75,7 +75,7 @@ def _calibration(held: Embeddings, path: str, data: Embeddings) -> tuple[Any, An
 
 
 def summary(estimator: SDMEstimator, names: list[str]) -> dict[str, Any]:
-    """What came of the fit, over the calibration points of the best round."""
+    """The results of the fit, over the calibration points."""
     from sdmlm.estimator.calibration_summary import highest_alpha_with_region, summarize_calibration
 
     certificate = estimator.certificate_ if estimator.rule == "certified" else None
@@ -94,7 +94,11 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
     out, ca = common.console(args), result["calibration"]
     columns = ("class", "points", "loss", "accuracy", "psi", "accepted", "accuracy accepted")
-    table = common.rich_table("Calibration points", columns, left=["class"])
+    caption = (
+        "One line per true class. loss: SDM loss. accuracy: predictions that are right. psi: least output for the class in the "
+        "high-reliability region. accepted: share in that region. accuracy accepted: right predictions among these."
+    )
+    table = common.rich_table("Calibration points", columns, ["class"], caption)
     for name, row in ca["classes"].items():
         accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
         accepted = common.percent(row["accepted"], row["points"])

@@ -34,7 +34,7 @@ def add(subparsers: Any) -> None:
         "--prompts",
         required=True,
         metavar="F",
-        help=".txt (one prompt a line), .jsonl (objects with `prompt`: text or a conversation), or - for stdin, either way",
+        help=".txt (one prompt per line), .jsonl (objects with `prompt`: text or a conversation), or - for stdin (both)",
     )
     add_model(parser)
     add_writing(parser)
@@ -52,30 +52,30 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_writing(parser: argparse.ArgumentParser, calibrating: bool = False) -> None:
     """Sampling options. To calibrate a search, --search is required and there is no --seed."""
-    group = parser.add_argument_group("writing")
+    group = parser.add_argument_group("generation")
     group.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="bound of an answer (as the SDM layer was fitted)"
+        "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (as the SDM layer was fitted)"
     )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest tokens (1)")
     if not calibrating:
         group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; may be given again")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given again")
     group.add_argument(
         "--search",
         choices=("resample", "reprompt", "continue"),
         required=calibrating,
-        help="further tries where an answer is not verified",
+        help="how to try again if an answer is not verified",
     )
-    group.add_argument("--budget", type=int, default=4, metavar="N", help="further tries a prompt, with --search (4)")
+    group.add_argument("--budget", type=int, default=4, metavar="N", help="with --search: further tries per prompt (4)")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Where the answers go."""
-    parser.add_argument("--output", metavar="FILE.jsonl", help="write one JSON object a prompt")
+    """Options about the output."""
+    parser.add_argument("--output", metavar="FILE.jsonl", help="write one JSON object per prompt")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     parser.add_argument(
-        "--neighbors", type=int, default=3, metavar="N", help="support documents as evidence in JSON (3)"
+        "--neighbors", type=int, default=3, metavar="N", help="similar known documents to list in the JSON (3)"
     )
 
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def writing(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_writing` gave, as options of SDMLanguageModel.generate; refused here where no answer could be written so."""
+    """The options of `add_writing`, checked, as options of SDMLanguageModel.generate."""
     from sdmlm.estimator.region import check_alpha
     from sdmlm.generation.answers import Sampling, check_whole
 
@@ -135,7 +135,7 @@ def opened(args: argparse.Namespace) -> Iterator[SDMLanguageModel]:
 
 
 def read_prompts(source: str) -> list[dict[str, Any]]:
-    """Rows with a prompt from a .txt or .jsonl file, or from stdin, which is JSON lines if it begins with a brace."""
+    """Rows with a prompt from a .txt or .jsonl file, or from stdin, which is read as JSON lines if it begins with a brace."""
     text = read_text(source)
     if source.endswith(".jsonl") or (source == "-" and text.lstrip().startswith("{")):
         return parse_objects(text, source, ("prompt",))
@@ -183,7 +183,7 @@ def show(
 ) -> int:
     """Write and print answers, then list the rows that were refused; the exit status.
 
-    Each JSON object begins with the fields of its row, except those that are ours. A refused row has `error` instead.
+    Each JSON object has the fields of its row, then those of the answer, which win. A refused row has `error` instead.
     """
     from sdmlm.storage.artifacts import write_text_atomically
 
@@ -235,7 +235,7 @@ def _show_answers(
 
 
 def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:
-    """The decision in colour, what was asked, the answer, and why."""
+    """Print the decision in colour, the prompt, the answer, and the reason."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -255,5 +255,5 @@ def decision(v: Verification) -> str:
 
 
 def colour(v: Verification) -> str:
-    """Green for what may be used, red for what is judged wrong, yellow for what a person should look at."""
+    """Green for answers that may be used, red for those judged wrong, yellow for those that a person should look at."""
     return {"verified": "green", "judged wrong": "red"}.get(v.outcome, "yellow")

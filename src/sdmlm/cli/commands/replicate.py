@@ -1,4 +1,4 @@
-"""`sdmlm replicate`: fine-tune in several settings, evaluate, and make the paper's tables; continues where it stopped."""
+"""`sdmlm replicate`: fine-tune in several settings, evaluate, and make the paper's tables. A second call continues."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _report(args: argparse.Namespace) -> None:
     folder = Path(args.output)
     runs = read_runs(folder)
     if not runs:
-        common.warn(f"{folder} has no finished run yet: other processes are at work on all of them.")
+        common.warn(f"{folder} has no finished run yet: other processes are working on all of them.")
         if args.json:
             common.print_json({})
         return

@@ -1,4 +1,4 @@
-"""`sdmlm report`: everything about a trained SDM language model in one HTML file."""
+"""`sdmlm report`: describe a trained SDM language model in one HTML file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def add(subparsers: Any) -> None:
     parser = common.add_command(subparsers, "report", "describe a trained SDM LM in one HTML file", EXAMPLES)
     parser.add_argument("model", metavar="DIR", help="folder of an SDM language model")
     parser.add_argument("--output", metavar="FILE.html", help="the file to write (DIR/report.html)")
-    parser.add_argument("--alpha", type=float, metavar="A", help="accuracy asked of the accepted (as calibrated)")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument(
+        "--alpha", type=float, metavar="A", help="accuracy that accepted answers are to have (as calibrated)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the main numbers as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """The SDM layer, the settings, the training and the evaluations, as far as the folder holds them."""
+    """Write the report: the SDM layer, the settings, and the training and evaluations if the folder holds them."""
     from sdmlm.estimator.calibration_summary import summarize_calibration
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.evaluation.lm_evaluation import read_evaluations

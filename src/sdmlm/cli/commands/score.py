@@ -1,4 +1,4 @@
-"""`sdmlm score`: decisions of a saved estimator, row by row."""
+"""`sdmlm score`: the decisions of a saved estimator, row by row."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> None:
         common.labels_of(data, args.embeddings)
     scores = common.score_rows(estimator, data.X)
     if (known := estimator.share_fitted(data.X[:1000])) > 0.25:
-        common.warn(f"{known:.0%} of the first points were fitted over, so their accuracy says little about new ones.")
+        common.warn(
+            f"{known:.0%} of the first points were used for fitting, so their accuracy says little about new points."
+        )
     region = estimator.region_
     if args.certificate is not None:
         scores, region = _certified(scores, estimator, args.certificate)
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _certified(scores: Scores, estimator: SDMEstimator, path: str) -> tuple[Scores, HighReliabilityRegion]:
-    """The scores decided by the certificate in the file, and the region that is shown with them."""
+    """The scores with the decisions of the certificate in the file, and the region that is shown with them."""
     from sdmlm.estimator.acceptance import CertifiedRule
     from sdmlm.estimator.certify import Certificate
     from sdmlm.estimator.region import HighReliabilityRegion
@@ -130,7 +132,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(estimator: SDMEstimator, data: Embeddings, scores: Scores, names: list[str]) -> dict[str, Any]:
-    """Counts, and accuracies among the accepted where there are labels."""
+    """Counts, and accuracies among the accepted if there are labels."""
     accepted, strange = int(scores.accepted.sum()), int(scores.out_of_distribution.sum())
     counts: dict[str, Any] = {
         "points": len(scores),

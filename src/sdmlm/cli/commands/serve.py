@@ -125,7 +125,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
 
 
 def key_of_environment() -> str | None:
-    """$SDMLM_API_KEY; one that is set but empty is refused, because it looks like a key and protects nothing."""
+    """$SDMLM_API_KEY. A variable that is set but empty is refused, because it would protect nothing."""
     key = os.environ.get("SDMLM_API_KEY")
     if key is not None and not key.strip():
         raise ValueError("SDMLM_API_KEY is set but empty: give it a key, or unset it to serve without one.")
@@ -133,7 +133,7 @@ def key_of_environment() -> str | None:
 
 
 def require_server() -> None:
-    """Refuse to go on without the libraries of the extra `serve`."""
+    """Refuse to continue without the libraries of the extra `serve`."""
     from importlib.util import find_spec
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
@@ -162,7 +162,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def make_server(app: Any, settings: ServerSettings, what: str, listening: socket.socket) -> uvicorn.Server:
-    """A server that says where it is once it is ready."""
+    """A server that prints its address when it is ready."""
     import uvicorn
 
     class Server(uvicorn.Server):

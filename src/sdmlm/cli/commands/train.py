@@ -1,4 +1,4 @@
-"""`sdmlm train`: from rows of prompt, chosen and rejected to an SDM language model."""
+"""`sdmlm train`: fine-tune a language model on rows of prompt, chosen and rejected."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--data", metavar="ROWS", help=ROWS_HELP)
     parser.add_argument("--calibration", metavar="ROWS", help="calibration rows D_ca (default: half of --data)")
     parser.add_argument("--output", metavar="DIR", help="new folder for the SDM LM and its checkpoints")
-    parser.add_argument("--recipe", metavar="FILE.yaml", help="settings, one `name: value` a line; options win over it")
+    parser.add_argument(
+        "--recipe", metavar="FILE.yaml", help="settings, one `name: value` per line; options win over it"
+    )
     parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
     parser.add_argument("--lora-r", metavar="N", help="train LoRA adapters of this rank instead of all weights")
     parser.add_argument("--lora-alpha", metavar="X", help="their scale (twice the rank)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in DIR, or begin where there is none")
+    parser.add_argument("--resume", action="store_true", help="continue the run in DIR, or start one if there is none")
     parser.add_argument("--dry-run", action="store_true", help="encode and check everything, show examples, stop")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     config_options.add_fields(
@@ -50,7 +52,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Gather the settings, read the rows, train or rehearse."""
+    """Collect the settings, read the rows, train or make a dry run."""
     with common.main_process_errors():
         require_transformers()
         from sdmlm.finetuning import recipe, run, settings, threads
@@ -90,7 +92,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(args: argparse.Namespace, summary: dict[str, Any], first: str | None = None) -> None:
-    """The summary of a finished run."""
+    """Print the summary of a finished run."""
     if not is_main_process():
         return
     if args.json:

@@ -1,4 +1,4 @@
-"""`sdmlm verify`: verdicts on answers that somebody else wrote."""
+"""`sdmlm verify`: verdicts on given answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/adversary.py for tests: benchmarks/ is not a package."""
+"""The scripts of benchmarks/ as modules, for tests: benchmarks/ is not a package."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def adversary() -> Any:
-    """benchmarks/adversary.py as a module."""
-    spec = importlib.util.spec_from_file_location("adversary", ROOT / "benchmarks" / "adversary.py")
+def benchmark(name: str) -> Any:
+    """benchmarks/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
