@@ -44,7 +44,8 @@ def test_compare_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None
     scores = {(row["dataset"], row["estimator"]): row for row in found["scores"]}
     names = {name for _, name in scores}
     assert {"mean log-probability", "least log-probability", "P(Yes) of the LM", "self-consistency"} <= names
-    assert {"SDM output (states and likelihood)", "SDM: the model's own rule", "SDM: region of the papers"} <= names
+    assert {"summed log-probability", "mean log-probability, usual likelihood"} <= names
+    assert {"SDM layer of the model", "SDM: the model's own rule", "SDM: region of the papers"} <= names
     rule = scores["test", "SDM: the model's own rule"]
     assert rule["coverage"] > 0.5
     assert scores["answers to other prompts", "SDM: the model's own rule"]["coverage"] < 0.05
@@ -65,7 +66,7 @@ def test_generate_and_verify_name_the_certificate(model: str, capsys: pytest.Cap
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{verified} of 20 answers ({verified / 20:.1%}) are verified" in shown
     assert "under the model's certificate" in shown
-    assert "At least" in shown
+    assert "Of the answers that pass this rule at least" in shown
     judged = "".join(json.dumps({"prompt": r["prompt"], "completion": r["chosen"]}) + "\n" for r in rows)
     Path("answers.jsonl").write_text(judged)
     assert main(["verify", model, "--data", "answers.jsonl"]) == 0
@@ -80,7 +81,7 @@ def test_certify_renews_the_certificate_of_a_language_model(model: str, capsys: 
     after = SDMLanguageModel.from_pretrained(model, device="cpu").certificate()
     assert after is not None
     assert before is not None
-    assert (found["epsilon"], after.epsilon) == (0.02, 0.02)
+    assert (found["epsilon"], after.rule.epsilon) == (0.02, 0.02)
     assert after.source == "fresh.jsonl"
     assert after.prompts == found["prompts"] > 200
     assert after.usual == before.usual

@@ -15,6 +15,7 @@ from tag_tokenizers import byte_level
 from tiny_lm import tiny_tokenizer
 
 from sdmlm.cli.commands.generate import colour, decision
+from sdmlm.estimator.acceptance import CertifiedRule
 from sdmlm.estimator.explain import Exemplar
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
@@ -233,13 +234,42 @@ def test_the_outcome_in_words(changes: dict[str, Any], outcome: str) -> None:
 
 
 def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
-    certificate = AnswerCertificate(0.9, 0.05, 0.1, 0.5, 40, 36, 30, 29, 0, None, "digest")
-    promise = "At least 90% of such answers are right."
-    own = certificate_reason(certificate, True, verification(finish_reason="stop"), 0.5)
-    others = certificate_reason(certificate, True, verification(finish_reason="given"), 0.5)
+    rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 0.0), 0.1, (1,), 40, 0, (), "digest")
+    certificate = AnswerCertificate(rule, 40, 36, 30, 29, None)
+    promise = "Of the answers that pass this rule at least 90% are right."
+    own = certificate_reason(certificate, True, verification(finish_reason="stop"), 0.5, 0.9)
+    others = certificate_reason(certificate, True, verification(finish_reason="given"), 0.5, 0.9)
     assert own.endswith(promise)
     assert promise not in others
     assert others.endswith("promises nothing about answers that the model did not write itself.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "usual", "certainty", "says"),
+    [
+        (
+            {"verdict": "No"},
+            0.5,
+            0.1,
+            "the answer is judged wrong (about 40 of the most similar known answers were judged wrong",
+        ),
+        (
+            {},
+            0.05,
+            0.9,
+            "the model seldom writes answers like this one (only 5.0% of them are more unusual, 10% are asked for)",
+        ),
+        ({}, 0.0, 0.9, "all of its known answers are more usual"),
+        ({"q": 1}, 0.5, 0.6, "not surely enough: hardly any similar known answer was judged right"),
+        ({}, 0.5, 0.6, "(0.600, 0.731 is asked for)"),
+    ],
+)
+def test_why_a_certificate_does_not_accept(changes: dict[str, Any], usual: float, certainty: float, says: str) -> None:
+    rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 1.0), 0.1, (1,), 40, 0, (), "digest")
+    certificate = AnswerCertificate(rule, 40, 36, 30, 29, None)
+    found = certificate_reason(certificate, False, verification(**{"q": 40, **changes}), usual, certainty)
+    assert found.startswith("Not verified by the certificate, so a person should look: ")
+    assert says in found
 
 
 def test_plain_values() -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sdmlm.language_model.answer_rule import (
-    AnswerCertificate,
-    JudgedAnswers,
-    UsualLikelihood,
-    certify_answers,
-    load_certificate,
-    save_certificate,
-)
+from sdmlm.estimator.acceptance import CertifiedRule, Evidence
+from sdmlm.language_model.answer_rule import AnswerCertificate, certify_answers, load_certificate, save_certificate
+from sdmlm.language_model.usual import UsualLikelihood
 
 
-def answers(rng: np.random.Generator, n: int) -> JudgedAnswers:
-    """The surer the SDM layer, the likelier an answer is right: 0.85 to 1 for outputs of 0.5 to 1."""
-    output = rng.uniform(0.5, 1, n)
-    return JudgedAnswers(output > 0, output, rng.random(n), rng.random(n) < 0.7 + 0.3 * output)
+def answers(rng: np.random.Generator, n: int) -> Evidence:
+    """The surer the SDM layer, the likelier an answer is right: 0.85 to 1 for confidences of 0.5 to 1; a tenth is judged wrong."""
+    confidence = rng.uniform(0.5, 1, n)
+    right = rng.random(n) < 0.7 + 0.3 * confidence
+    yes = rng.random(n) < 0.9
+    return Evidence(confidence, rng.random(n), yes.astype(np.int64), right.astype(np.int64))
 
 
 def true_accuracy(threshold: float) -> float:
@@ -33,7 +33,7 @@ def test_the_promise_holds_in_all_but_a_share_delta_of_draws(alpha: float) -> No
     broken = certified = 0
     draws = 400
     for _ in range(draws):
-        rule = certify_answers(answers(rng, 400), answers(rng, 600), alpha=alpha, estimator="x", delta=0.1, epsilon=0.1)
+        rule = certify_answers(answers(rng, 400), answers(rng, 700), alpha=alpha, estimator="x", delta=0.1, epsilon=0.1)
         certified += rule.certified
         broken += rule.certified and true_accuracy(rule.threshold) < alpha - 1e-4
     assert certified > 0.5 * draws  # not vacuous
@@ -47,34 +47,23 @@ def test_the_loosest_threshold_that_passes_is_taken() -> None:
     assert easy.threshold < 0.55 < 0.7 < hard.threshold < 0.9  # 0.733 is where 0.96 is reached
 
 
-def test_all_three_parts_of_the_rule_must_hold() -> None:
-    rule = AnswerCertificate(0.95, 0.05, 0.1, 0.8, 100, 97, 80, 79, 0, None, "x")
-    yes = np.array([True, True, True, False])
-    output = np.array([0.9, 0.7, 0.9, 0.9])
-    distance = np.array([0.5, 0.5, 0.05, 0.5])
-    assert rule.accepts(yes, output, distance).tolist() == [True, False, False, False]
+def test_only_answers_judged_right_are_accepted() -> None:
+    rng = np.random.default_rng(2)
+    certificate = certify_answers(answers(rng, 2000), answers(rng, 3000), alpha=0.9, estimator="x", epsilon=0.1)
+    fresh = answers(rng, 1000)
+    accepted = certificate.rule.accepts(fresh)
+    assert 0.6 < accepted.mean() < 0.9
+    assert (fresh.predictions[accepted] == 1).all()
+    assert (fresh.d[accepted] >= certificate.rule.least_distance).all()
+    assert certificate.accepted == pytest.approx(3000 * accepted.mean(), rel=0.1)
+    assert certificate.accepted_right / certificate.accepted > 0.9
 
 
-def test_usual_likelihood_gives_up_a_share_and_rejects_what_is_far() -> None:
-    rng = np.random.default_rng(0)
-    mixing = rng.normal(size=(5, 5)) * [1, 2, 30, 1, 10]
-    h = np.concatenate([rng.normal(size=(3000, 3)), rng.normal(size=(3000, 5)) @ mixing], axis=1)
-    usual = UsualLikelihood.fit(h[:2000])
-    assert np.mean(usual.d(h[2000:]) < 0.1) == pytest.approx(0.1, abs=0.03)
-    far = h[2000:].copy()
-    far[:, -1] += 200
-    assert np.mean(usual.d(far) >= 0.1) < 0.02
-    other_states = h[2000:].copy()
-    other_states[:, :3] += 100  # the states play no part
-    np.testing.assert_array_equal(usual.d(other_states), usual.d(h[2000:]))
-
-
-def certificate(**changes: object) -> AnswerCertificate:
-    values = {
-        **{"alpha": 0.95, "delta": 0.05, "epsilon": 0.1, "threshold": 0.8, "prompts": 200, "right": 190},
-        **{"accepted": 180, "accepted_right": 178, "needed": 0, "usual": None, "estimator": "x"},
-    }
-    return AnswerCertificate(**values | changes)  # type: ignore[arg-type]
+def certificate(threshold: float = 0.8, **changes: Any) -> AnswerCertificate:
+    rule = CertifiedRule(0.95, 0.05, "overall", 0.1, (float("inf"), threshold), 0.1, (1,), 200, 0, (), "x")
+    rule = replace(rule, **{name: changes.pop(name) for name in ("alpha", "needed") if name in changes})
+    values = {"prompts": 200, "right": 190, "accepted": 180, "accepted_right": 178, "usual": None}
+    return AnswerCertificate(rule, **values | changes)
 
 
 def test_the_sentence_tells_right_answers_share_and_promise() -> None:
@@ -95,8 +84,8 @@ def test_the_sentence_tells_right_answers_share_and_promise() -> None:
         ({}, "too often wrong"),
     ],
 )
-def test_why_nothing_is_certified(changes: dict[str, object], message: str) -> None:
-    says = certificate(threshold=float("inf"), accepted=0, **changes).sentence()
+def test_why_nothing_is_certified(changes: dict[str, Any], message: str) -> None:
+    says = certificate(float("inf"), accepted=0, **changes).sentence()
     assert "Nothing could be certified" in says
     assert message in says
 
@@ -104,7 +93,9 @@ def test_why_nothing_is_certified(changes: dict[str, object], message: str) -> N
 def test_a_certificate_is_kept_in_a_file(tmp_path: Path) -> None:
     assert load_certificate(tmp_path) is None
     usual = UsualLikelihood.fit(np.random.default_rng(0).normal(size=(50, 6)))
-    for one in (certificate(), certificate(usual=usual), certificate(threshold=float("inf"))):
+    rng = np.random.default_rng(3)
+    tested = certify_answers(answers(rng, 400), answers(rng, 600), alpha=0.9, estimator="x")
+    for one in (certificate(), certificate(usual=usual), certificate(float("inf")), tested):
         save_certificate(tmp_path, one)
         assert load_certificate(tmp_path) == one
     (tmp_path / "certificate.json").write_text('{"kind": "sdmlm answer certificate", "format_version": 99}')
@@ -115,6 +106,28 @@ def test_a_certificate_is_kept_in_a_file(tmp_path: Path) -> None:
         load_certificate(tmp_path)
     save_certificate(tmp_path, None)
     assert load_certificate(tmp_path) is None
+
+
+@pytest.mark.parametrize("threshold", [0.8, None])
+def test_a_certificate_of_format_1_still_decides_by_the_sdm_output(tmp_path: Path, threshold: float | None) -> None:
+    values = {
+        **{"kind": "sdmlm answer certificate", "format_version": 1, "alpha": 0.95, "delta": 0.05, "epsilon": 0.1},
+        **{"threshold": threshold, "prompts": 100, "right": 97, "accepted": 80, "accepted_right": 79, "needed": 0},
+        **{"usual": None, "estimator": "x", "source": "held-out calibration prompts"},
+    }
+    (tmp_path / "certificate.json").write_text(json.dumps(values))
+    old = load_certificate(tmp_path)
+    assert old is not None
+    assert (old.alpha, old.rule.estimator, old.certified) == (0.95, "x", threshold is not None)
+
+    class OldScores:
+        p = np.array([[0.1, 0.9], [0.3, 0.7], [0.1, 0.9], [0.1, 0.9], [0.1, 0.9]])
+        prediction = np.array([1, 1, 1, 0, 1])
+        d = np.array([0.5, 0.5, 0.05, 0.5, 0.1])
+        confidence = np.array([9.0, 9.0, 9.0, 9.0, -9.0])  # plays no part
+
+    accepted = old.rule.accepts(old.evidence(OldScores(), np.empty((5, 0))))  # type: ignore[arg-type]
+    assert accepted.tolist() == [threshold is not None, False, False, False, threshold is not None]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def comparison_html(comparison: AnswerComparison) -> str:
     """The risk-coverage plot of the test answers, then the table."""
     import matplotlib
 
-    from sdmlm.experiments.answer_comparison import TEST
+    from sdmlm.experiments.answer_runs import TEST
     from sdmlm.report import page, plots
 
     rows = [row for row in comparison.table.rows if row.dataset == TEST]

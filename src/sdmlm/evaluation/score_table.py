@@ -15,12 +15,20 @@ from rich.text import Text
 from sdmlm.evaluation.metrics import score_measures
 from sdmlm.evaluation.tables import CellText, RenderedTable, TextRow, TextTable, csv_text
 
-_COLUMNS = {  # the columns of a printed table: name -> (head, head in LaTeX)
+_HEADS = {  # columns of a printed table: name -> (head, head in LaTeX)
     "accuracy": ("acc.", r"\textsc{Acc.}"),
     "coverage": ("cov.", r"\textsc{Cov.}"),
     "accuracy_accepted": ("acc. accepted", r"\textsc{Acc.} accepted"),
     "auroc": ("AUROC", "AUROC"),
     "aurc": ("AURC", "AURC"),
+    "prr": ("PRR", "PRR"),
+    "coverage_at_0.95": ("cov. at 0.95", r"\textsc{Cov.} at 0.95"),
+}
+MAIN = ("accuracy", "coverage", "accuracy_accepted", "auroc", "aurc")
+_MORE = {
+    "prr": "PRR: 1 where the score orders as the truth does, 0 where it says nothing.",
+    "coverage_at_0.95": "cov. at 0.95: the largest share that a threshold on the score can accept at accuracy 0.95, chosen with "
+    "the labels of these points.",
 }
 CAPTION = (
     "acc.: accuracy over all points. cov.: share of points accepted. acc. accepted: accuracy among them (-: nothing is "
@@ -59,6 +67,12 @@ class ScoreTable(RenderedTable):
 
     rows: Sequence[ScoredPoints]
     alpha: float
+    columns: Sequence[str] = MAIN  # those that are printed
+
+    @property
+    def caption(self) -> str:
+        """What the columns mean."""
+        return " ".join([CAPTION, *(_MORE[name] for name in self.columns if name in _MORE)])
 
     def json(self) -> list[dict[str, Any]]:
         """Plain values; None (null) where a measure is undefined."""
@@ -74,11 +88,11 @@ class ScoreTable(RenderedTable):
 
     def cells(self, row: ScoredPoints) -> list[str]:
         """The main measures of a row as text."""
-        return ["-" if (value := row.measures[name]) is None else f"{value:.3f}" for name in _COLUMNS]
+        return ["-" if (value := row.measures[name]) is None else f"{value:.3f}" for name in self.columns]
 
     @property
     def heads(self) -> list[str]:
-        return [head for head, _ in _COLUMNS.values()]
+        return [_HEADS[name][0] for name in self.columns]
 
     def _text(self) -> TextTable:
         rows = tuple(
@@ -88,14 +102,14 @@ class ScoreTable(RenderedTable):
             )
             for row in self.rows
         )
-        heads = " & ".join(["Dataset", "Model", "Estimator", *(latex for _, latex in _COLUMNS.values())])
+        heads = " & ".join(["Dataset", "Model", "Estimator", *(_HEADS[name][1] for name in self.columns)])
         return TextTable(
             ("Dataset", "Model", "Estimator"),
             tuple(self.heads),
             rows,
             latex_preamble=(r"% \usepackage{booktabs,graphicx}",),
             latex_heads=(heads + r" \\",),
-            latex_caption=rf"All estimators on the same points, $\alpha={self.alpha:g}$. {CAPTION}",
+            latex_caption=rf"All estimators on the same points, $\alpha={self.alpha:g}$. {self.caption}",
             title=f"All estimators on the same points, alpha = {self.alpha:g}",
-            caption=CAPTION,
+            caption=self.caption,
         )

@@ -1,8 +1,8 @@
 """Which score tells right from wrong answers of a language model best? The SDM layer and its rivals on the same answers.
 
-The rows are split into three parts. The first is used to fit a linear probe and to fix candidate thresholds. The second is
-used to certify every score in the same way (`certify_answers`). The third is the test set of the table, together with inputs
-of another kind and right answers to other prompts. So no score has seen the answers that it is compared on.
+The rows are split into three parts. The first is used to fit what has to be fitted and to fix candidate thresholds. The second is
+used to certify every score in the same way (`certify_rule`). The third is the test set of the table, together with inputs of
+another kind and right answers to other prompts. So no score has seen the answers that it is compared on.
 """
 
 from __future__ import annotations
@@ -15,59 +15,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdmlm.evaluation.score_table import ScoredPoints, ScoreTable
+from sdmlm.experiments.answer_rivals import (
+    CONSISTENCY,
+    USUAL,
+    JudgedSet,
+    rivals,
+    signed_confidence,
+    with_usual,
+)
+from sdmlm.experiments.answer_runs import TEST
 from sdmlm.experiments.evaluate import generation_length
 from sdmlm.generation.answers import Answer
 from sdmlm.generation.certification import own_answers
 from sdmlm.generation.prompts import read_completion
-from sdmlm.language_model.answer_rule import DELTA, EPSILON, JudgedAnswers, UsualLikelihood, certify_answers
+from sdmlm.language_model.answer_rule import DELTA, EPSILON, YES
 from sdmlm.language_model.encoding import completion_text
-from sdmlm.language_model.forward import inner_lm
-from sdmlm.language_model.likelihood import FIGURES, VerdictTokens, answer_summaries
-from sdmlm.rewards import Reward, check_reward, reward_as_fitted
+from sdmlm.language_model.likelihood import VerdictTokens, answer_summaries
+from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
 
 if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
 
-Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Rows = Sequence[Mapping[str, Any]]
-TEST, SHIFTED, OTHER = "test", "shifted", "answers to other prompts"
-LEAST_ROWS, LEAST_WRONG = 90, 5
+SHIFTED, OTHER = "shifted", "answers to other prompts"
+LEAST_ROWS = 90
 RULE, REGION = "SDM: the model's own rule", "SDM: region of the papers"
-USUAL = "mean log-probability, usual likelihood"
-
-
-@dataclass(frozen=True)
-class JudgedSet:
-    """Answers with all that the scores need."""
-
-    right: Mask
-    h: Floats  # the summary "states+likelihood", whatever the SDM layer reads
-    output: Floats  # of the SDM layer, for Yes
-    yes: Mask
-    verified: Mask
-    in_region: Mask
-    agreement: Floats | None  # share of sampled answers that equal the greedy one
-
-    def __len__(self) -> int:
-        return len(self.right)
-
-    def figure(self, name: str) -> Floats:
-        """A likelihood figure by its name."""
-        return np.asarray(self.h[:, FIGURES.index(name) - len(FIGURES)])
-
-    def part(self, index: NDArray[Any]) -> JudgedSet:
-        """Some of the answers."""
-        agreement = None if self.agreement is None else self.agreement[index]
-        return JudgedSet(
-            self.right[index],
-            self.h[index],
-            self.output[index],
-            self.yes[index],
-            self.verified[index],
-            self.in_region[index],
-            agreement,
-        )
+BOUNDED = ("mean log-probability", "summed log-probability")  # shown with the bound on unusual likelihood, too
+COLUMNS = ("accuracy", "coverage", "accuracy_accepted", "auroc", "aurc", "prr", "coverage_at_0.95")
 
 
 @dataclass(frozen=True)
@@ -93,101 +68,78 @@ class AnswerComparison:
 def compare_answers(
     lm: SDMLanguageModel,
     rows: Rows,
-    shifted: Rows | None = None,
+    shifted: Rows | Mapping[str, Rows] | None = None,
     reward: Reward | str | None = None,
     *,
     samples: int = 5,
     delta: float = DELTA,
     epsilon: float = EPSILON,
     seed: int = 0,
+    written: Mapping[str, Sequence[str]] | None = None,
     progress: bool = True,
 ) -> AnswerComparison:
     """Compare scores of the model's own answers to `rows`, which must be new to it; see the module docstring.
 
-    shifted: rows of another kind. samples: sampled answers per prompt for self-consistency; 0 leaves it out.
+    shifted: rows of another kind, or several sets of them by name. samples: sampled answers per prompt for
+    self-consistency; 0 leaves it out. written: the greedy answers where they are known, by set ("test" for `rows`).
     """
     if len(rows) < LEAST_ROWS:
         raise ValueError(f"{len(rows)} rows are too few to compare scores on: give at least {LEAST_ROWS}.")
     r = reward_as_fitted(reward, lm.metadata)
-    for some in (rows, shifted or ()):
-        if some:
-            check_reward(r, some)
-    own = judge_own(lm, rows, r, samples, seed, progress)
+    more: Mapping[str, Rows] = shifted if isinstance(shifted, Mapping) else {SHIFTED: shifted} if shifted else {}
+    for some in (rows, *more.values()):
+        check_reward(r, some)
+    known = written or {}
+    own = judge_own(lm, rows, r, samples, seed, known.get(TEST), progress)
     order = np.random.default_rng(seed).permutation(len(rows))
     fitted, tested, reported = (np.sort(part) for part in np.array_split(order, 3))
     sets = {TEST: own.part(reported)}
-    if shifted:
-        sets[SHIFTED] = judge_own(lm, shifted, r, samples, seed, progress)
+    for name, others in more.items():
+        sets[name] = judge_own(lm, others, r, samples, seed, known.get(name), progress)
     sets[OTHER] = judge_others(lm, [rows[i] for i in reported], progress)
     first, second = own.part(fitted), own.part(tested)
-    usual = UsualLikelihood.fit(first.h)
 
+    methods = rivals(first, seed)
+    methods |= {name + USUAL: with_usual(methods[name], first, epsilon) for name in BOUNDED}
     points: list[ScoredPoints] = []
-    for name, score in _scores(lm, first).items():
-        gated = name == USUAL
-
-        def judged(answers: JudgedSet, score: Any = score, gated: bool = gated) -> JudgedAnswers | None:
-            values = score(answers)
-            if values is None:
-                return None
-            everywhere = np.ones(len(answers))
-            distance = usual.d(answers.h) if gated else everywhere
-            return JudgedAnswers(everywhere == 1, values, distance, answers.right)
-
-        known, held_out = judged(first), judged(second)
-        if known is None or held_out is None:
-            continue
-        bound = epsilon if gated else 0.0
-        rule = certify_answers(known, held_out, alpha=lm.alpha, delta=delta, epsilon=bound, estimator="")
+    for name, method in methods.items():
+        rule = method.rule(second, second.right.astype(np.int64), 2, lm.alpha, delta)
         for dataset, answers in sets.items():
-            each = judged(answers)
-            if each is not None:
-                accepted = rule.accepts(each.yes, each.output, each.d)
-                points.append(ScoredPoints(dataset, "", name, each.output, accepted, answers.right))
+            if name == CONSISTENCY and answers.agreement is None:
+                continue
+            evidence = method.score(answers)
+            points.append(ScoredPoints(dataset, "", name, evidence.confidence, rule.accepts(evidence), answers.right))
     for dataset, answers in sets.items():
-        points.append(ScoredPoints(dataset, "", REGION, answers.output, answers.in_region, answers.right))
-        points.append(ScoredPoints(dataset, "", RULE, answers.output, answers.verified, answers.right))
+        points.append(ScoredPoints(dataset, "", REGION, answers.score, answers.in_region, answers.right))
+        points.append(ScoredPoints(dataset, "", RULE, answers.score, answers.verified, answers.right))
     points.sort(key=lambda one: list(sets).index(one.dataset))
     return AnswerComparison(
-        ScoreTable(points, lm.alpha),
+        ScoreTable(points, lm.alpha, COLUMNS),
         {name: len(answers) for name, answers in sets.items()},
         {name: float(answers.right.mean()) for name, answers in sets.items()},
         samples,
     )
 
 
-def _scores(lm: SDMLanguageModel, fitted: JudgedSet) -> dict[str, Any]:
-    """Every score by name, as a function of answers; None where a score does not exist for some answers."""
-    scores: dict[str, Any] = {
-        "mean log-probability": lambda a: a.figure("mean_log_probability"),
-        USUAL: lambda a: a.figure("mean_log_probability"),
-        "least log-probability": lambda a: a.figure("least_log_probability"),
-        "P(Yes) of the LM": lambda a: a.figure("yes_minus_no"),
-        "self-consistency": lambda a: a.agreement,
-    }
-    if min(fitted.right.sum(), (~fitted.right).sum()) >= LEAST_WRONG:
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-
-        width = 2 * inner_lm(lm.model).config.get_text_config().hidden_size
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
-        probe.fit(fitted.h[:, :width], fitted.right)
-        scores["linear probe on the states"] = lambda a: probe.decision_function(a.h[:, :width])
-    kind = "states and likelihood" if lm.reads_likelihood else "states"
-    scores[f"SDM output ({kind})"] = lambda a: np.where(a.yes, a.output, 0.0)
-    return scores
-
-
 def judge_own(
-    lm: SDMLanguageModel, rows: Rows, reward: Reward, samples: int, seed: int, progress: bool = True
+    lm: SDMLanguageModel,
+    rows: Rows,
+    reward: Reward,
+    samples: int,
+    seed: int,
+    written: Sequence[str] | None = None,
+    progress: bool = True,
 ) -> JudgedSet:
-    """The model's greedy answers to the prompts of rows."""
+    """The model's greedy answers to the prompts of rows, which `written` holds where they are known."""
     length = generation_length(lm, rows)
-    answers, right = own_answers(lm, rows, reward, length, progress)
+    prompts = lm.read_prompts([row["prompt"] for row in rows])
+    if written is None:
+        answers, right = own_answers(lm, rows, reward, length, progress)
+    else:
+        answers = [read_completion(lm.encoder, *pair, i) for i, pair in enumerate(zip(prompts, written, strict=True))]
+        right = np.asarray(apply_reward(reward, rows, [answer.text for answer in answers], lm.tags)) == 1
     agreement = None
     if samples:
-        prompts = lm.read_prompts([row["prompt"] for row in rows])
         same = np.zeros(len(rows))
         for n in range(samples):
             seeds = [[seed, 21, n, i] for i in range(len(rows))]
@@ -211,20 +163,15 @@ def judge_others(lm: SDMLanguageModel, rows: Rows, progress: bool = True) -> Jud
 
 
 def _judged(
-    lm: SDMLanguageModel, answers: Sequence[Answer], right: Mask, agreement: Floats | None, progress: bool
+    lm: SDMLanguageModel, answers: Sequence[Answer], right: Mask, agreement: NDArray[np.float64] | None, progress: bool
 ) -> JudgedSet:
-    verifications = lm.judge(answers, lm.alpha, 0, progress)
-    if lm.reads_likelihood:
-        h = lm.summaries(answers, progress)
-    else:
+    h = lm.whole_summaries(answers, progress)
+    scores = lm.score(h if lm.reduction is None else lm.reduction(h), lm.alpha)
+    in_region, certificate = scores.accepted & (scores.prediction == YES), lm.certificate()
+    verified = in_region
+    if certificate is not None:
+        verified = certificate.rule.accepts(certificate.evidence(scores, lm.summaries(answers, progress).numpy()))
+    if not lm.reads_likelihood:
         ids, starts = [answer.ids for answer in answers], [answer.start for answer in answers]
         h = answer_summaries(lm.model, ids, starts, VerdictTokens.of(lm.encoder), lm.tokens_per_batch, progress)
-    return JudgedSet(
-        right,
-        h.double().numpy(),
-        np.array([one.probability_of_yes for one in verifications]),
-        np.array([one.verdict == one.yes for one in verifications]),
-        np.array([one.verified for one in verifications]),
-        np.array([one.accepted and one.verdict == one.yes for one in verifications]),
-        agreement,
-    )
+    return JudgedSet(right, h.double().numpy(), signed_confidence(scores), verified, in_region, agreement)

@@ -11,15 +11,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sdmlm.evaluation.lm_evaluation import evaluation_file, write_evaluation
+from sdmlm.evaluation.lm_evaluation import evaluation_file, read_evaluation, write_evaluation
 from sdmlm.experiments import evaluate
+from sdmlm.experiments.answer_runs import TEST, comparison_csv, read_comparison, write_comparison
 from sdmlm.experiments.checks import check_runs, check_stored
 from sdmlm.experiments.planning import PlannedRun, plan_runs
 from sdmlm.experiments.runs import Run, training_csv
 from sdmlm.experiments.tables import Tables
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.storage.artifacts import locked, write_text_atomically
+
+if TYPE_CHECKING:
+    from sdmlm.generation.language_model import SDMLanguageModel
+
+SAMPLES = 2  # further answers per prompt, for self-consistency
 
 Tell = Callable[[str], None]  # called with a sentence about the current step
 
@@ -77,7 +84,7 @@ def _evaluate(one: PlannedRun, title: str, tell: Tell) -> None:
     from sdmlm.generation.language_model import SDMLanguageModel
 
     pending = one.pending_tests()
-    if not pending:
+    if not pending and not _comparable(one):
         return
     device = "cpu" if one.settings.get("use_cpu") else None  # where it was trained
     lm, task = SDMLanguageModel.from_pretrained(one.folder, device=device), evaluate.load_task(one.settings["task"])
@@ -95,6 +102,34 @@ def _evaluate(one: PlannedRun, title: str, tell: Tell) -> None:
         }
         metadata = {**one.metadata(), **source, "seconds": round(time.perf_counter() - start, 1)}
         write_evaluation(evaluation_file(one.folder, test), evaluation, metadata)
+    if _comparable(one):
+        tell(f"{title}: comparing scores of its answers")
+        _compare(one, lm)
+
+
+def _comparable(one: PlannedRun) -> bool:
+    """Whether scores are still to be compared: on the test set "test", where it has rows enough."""
+    from sdmlm.experiments.answer_comparison import LEAST_ROWS
+
+    if TEST not in one.settings["tests"] or read_comparison(one.folder, one.layer_sha256()) is not None:
+        return False
+    return len(one.test_rows(TEST).rows) >= LEAST_ROWS
+
+
+def _compare(one: PlannedRun, lm: SDMLanguageModel) -> None:
+    """Compare scores of the answers that were evaluated."""
+    from sdmlm.experiments.answer_comparison import compare_answers
+
+    written, rows = {}, {}
+    for test in one.settings["tests"]:
+        evaluation, _ = read_evaluation(evaluation_file(one.folder, test))
+        written[test] = [lm.tags.read(text)[0] for text in evaluation.generated]
+        rows[test] = one.test_rows(test).rows
+    others = {test: some for test, some in rows.items() if test != TEST}
+    reward = one.settings.get("reward")
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints
+        found = compare_answers(lm, rows[TEST], others, reward, samples=SAMPLES, written=written)
+    write_comparison(one.folder, found, one.layer_sha256())
 
 
 def write_tables(folder: str | Path, runs: Sequence[Run], tables: Tables) -> None:
@@ -106,3 +141,5 @@ def write_tables(folder: str | Path, runs: Sequence[Run], tables: Tables) -> Non
     write_text_atomically(home / "tables.md", tables.markdown())
     write_text_atomically(home / "tables.tex", tables.latex())
     write_text_atomically(home / "training.csv", training_csv(runs))
+    if any(run.answers for run in runs):
+        write_text_atomically(home / "answers.csv", comparison_csv(runs))

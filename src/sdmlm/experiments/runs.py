@@ -10,6 +10,7 @@ from typing import Any
 
 from sdmlm.evaluation.lm_evaluation import EVALUATIONS, Evaluation, read_with_metadata
 from sdmlm.evaluation.tables import csv_text
+from sdmlm.experiments.answer_runs import StoredComparison, read_comparison
 from sdmlm.storage.artifacts import SDM_FOLDER
 from sdmlm.storage.record import RECORD, read_record
 
@@ -38,6 +39,7 @@ class Run:
     evaluations: dict[str, Evaluation]
     history: list[dict[str, Any]] = field(default_factory=list)  # log_history of the training
     task: str = "word_ordering"
+    answers: StoredComparison | None = None  # the scores of its own answers to "test", and their rivals
 
     @property
     def calibration(self) -> dict[str, float]:
@@ -84,7 +86,8 @@ def read_runs(folder: str | Path) -> list[Run]:
             raise ValueError(f"{home} is damaged: it has evaluations but no {RECORD}.")
         evaluations = {test: evaluation for test, (evaluation, _) in evaluated.items()}
         task = evaluated_task(metadata, record)
-        runs.append(Run(**names, evaluations=evaluations, history=record["log_history"], task=task))
+        answers = read_comparison(home, layer)
+        runs.append(Run(**names, evaluations=evaluations, history=record["log_history"], task=task, answers=answers))
     return runs
 
 

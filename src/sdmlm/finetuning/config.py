@@ -180,10 +180,10 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         metadata={"help": 'What it is fitted over: "paper", or "own": the model\'s own answers, with a certificate.'},
     )
     own_samples: int = field(
-        default=2, metadata={"help": 'With documents "own": sampled answers per prompt, beside the greedy one.'}
+        default=1, metadata={"help": 'With documents "own": sampled answers per prompt, beside the greedy one.'}
     )
     own_temperature: float = field(
-        default=1.3, metadata={"help": 'With documents "own": temperature of the sampled answers.'}
+        default=1.0, metadata={"help": 'With documents "own": temperature of the sampled answers.'}
     )
     certificate_share: float = field(
         default=0.4, metadata={"help": "Share of the calibration rows that is held out for the certificate."}

@@ -29,6 +29,7 @@ from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import allow_inside
 from sdmlm.language_model.likelihood import STATES
 from sdmlm.language_model.reading import read_documents
+from sdmlm.language_model.reduction import Reduction, save_reduction
 from sdmlm.language_model.sdm_folder import LM_FILE, fingerprint, write_sdm_folder
 from sdmlm.rewards import Reward, load_reward, reward_name
 
@@ -53,6 +54,7 @@ class FinalLayer:
     answers: AnswerCount
     summary: str = STATES
     documents: str = "paper"
+    reduction: Reduction | None = None
     certificate: AnswerCertificate | None = None
     held_out: tuple[int, ...] = ()
 
@@ -64,10 +66,7 @@ def answers_metadata(answers: AnswerCount | None) -> dict[str, int] | None:
 
 def certificate_summary(certificate: AnswerCertificate | None) -> dict[str, Any] | None:
     """What is certified about own answers, for training.json and the commands' JSON; None without a certificate."""
-    if certificate is None:
-        return None
-    names = ("alpha", "delta", "epsilon", "prompts", "right", "accepted", "accepted_right", "certified")
-    return {**{name: getattr(certificate, name) for name in names}, "says": certificate.sentence()}
+    return None if certificate is None else certificate.facts()
 
 
 def fit_final_layer(
@@ -159,7 +158,7 @@ def _over_own_answers(
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)
     answers = AnswerCount(own.prompts, own.right)
-    return FinalLayer(own.estimator, answers, args.summary, "own", own.certificate, own.held_out)
+    return FinalLayer(own.estimator, answers, args.summary, "own", own.reduction, own.certificate, own.held_out)
 
 
 TRAINING_FIELDS = (
@@ -205,7 +204,8 @@ def save_final_layer(
     if final is not None and final.documents == "own":
         metadata |= {"summary": final.summary, "documents": final.documents}
         metadata |= {"calibration_rows": final.answers.prompts, "held_out": list(final.held_out)}
-    save_certificate(folder, None)  # remove that of an earlier layer
+    save_certificate(folder, None)  # the one of an earlier layer
+    metadata |= save_reduction(folder, None if final is None else final.reduction)
     write_sdm_folder(folder, estimator, metadata)
     if final is not None:
         save_certificate(folder, final.certificate)

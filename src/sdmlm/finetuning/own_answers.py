@@ -1,56 +1,32 @@
 """The final SDM layer over documents as they occur in use: the LM's own answers, and a certificate for them (docs/method.md, 9).
 
-The calibration rows are parted. Over one part the SDM layer is fitted: the LM's greedy answers and sampled ones, labelled by the
-reward, static negatives, and right answers to other prompts, which are wrong here. With the other part, whose prompts the layer
-has not seen, the rule of acceptance is certified.
+The calibration rows are parted. Over one part the SDM layer is fitted (`own_documents`). With the other part, whose prompts
+the layer has not seen, the rule of acceptance is certified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from sdmlm.estimator.acceptance import Evidence
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
-from sdmlm.language_model.answer_rule import (
-    AnswerCertificate,
-    JudgedAnswers,
-    UsualLikelihood,
-    certify_answers,
-    right_of,
-)
-from sdmlm.language_model.decoding import generate
-from sdmlm.language_model.encoding import Encoder, completion_text
+from sdmlm.finetuning.own_documents import OwnDocument, Rows, greedy_answers, more_documents, unique_names
+from sdmlm.language_model.answer_rule import AnswerCertificate, certify_answers, evidence_of
+from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import inner_lm
 from sdmlm.language_model.likelihood import LIKELIHOOD, VerdictTokens, answer_summaries
 from sdmlm.language_model.reading import embed_sequences
-from sdmlm.rewards import Reward, apply_reward
+from sdmlm.language_model.reduction import Reduction
+from sdmlm.language_model.usual import UsualLikelihood
+from sdmlm.rewards import Reward
 
-Rows = Sequence[Mapping[str, Any]]
-Source = Literal["greedy", "sampled", "reference", "static", "other"]
-LEAST_HELD_OUT, LEAST_WRONG = 20, 10
-STATIC_SHARE = OTHER_SHARE = 0.5  # of the rows that stand with a static negative, and with the answer to another prompt
-
-
-@dataclass(frozen=True)
-class OwnDocument:
-    """An answer to the prompt of a row, where it comes from and whether it is right."""
-
-    row: int
-    source: Source
-    body: str
-    right: bool
-
-    @property
-    def name(self) -> str:
-        """Its id in the SDM layer; a row has at most one document of a source, but several sampled ones."""
-        return f"{self.row} {self.source}"
+LEAST_WRONG, LEAST_PROMPTS = 10, 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +34,7 @@ class OwnLayer:
     """The SDM layer, its certificate, and how the LM answered the calibration prompts."""
 
     estimator: SDMEstimator
+    reduction: Reduction | None  # of the summaries that the layer reads
     certificate: AnswerCertificate
     prompts: int
     right: int
@@ -77,23 +54,20 @@ def fit_over_own_answers(
 ) -> OwnLayer:
     """Fit the SDM layer over own answers to some of the rows, and certify it with the others."""
     fitted, held_out = part_rows(len(rows), args.certificate_share, args.seed)
-    answers = _greedy(model, encoder, rows, args, reward, room, progress)
+    answers = greedy_answers(model, encoder, rows, args, reward, room, progress)
     known = [answers[i] for i in fitted]
-    documents = [*known, *_more_documents(model, encoder, rows, known, args, reward, room, progress)]
+    documents = [*known, *more_documents(model, encoder, rows, known, args, reward, room, progress)]
     fresh = [answers[i] for i in held_out]
     summaries = _summaries(model, encoder, rows, [*documents, *fresh], args, progress)
+    reduction = Reduction.fit(summaries[: len(documents)]) if args.summary == LIKELIHOOD else None
+    summaries = summaries if reduction is None else reduction(summaries)
     h, h_fresh = summaries[: len(documents)], summaries[len(documents) :]
-
-    first = {row for n, row in enumerate(np.random.default_rng([args.seed, 6]).permutation(fitted).tolist()) if n % 2}
-    support = np.array([document.row in first for document in documents])
-    estimator = _fit(encoder, rows, documents, h, support, args, progress)
+    estimator = _fit(encoder, rows, documents, h, args, progress)
     greedy = np.array([document.source == "greedy" for document in documents])
-    usual = UsualLikelihood.fit(h.numpy()[greedy]) if args.summary == LIKELIHOOD else None
-    # Only answers to prompts outside the support look like answers to new prompts.
-    outside = np.flatnonzero(greedy & ~support)
+    usual = UsualLikelihood.fit(h.numpy()[greedy], reduced=True) if reduction is not None else None
     certificate = certify_answers(
-        judged(estimator, h[outside], [documents[i].right for i in outside], usual),
-        judged(estimator, h_fresh, [document.right for document in fresh], usual),
+        _out_of_sample(estimator, documents, h, usual),
+        evidence_of(estimator.score(h_fresh), h_fresh.numpy(), usual, [document.right for document in fresh]),
         alpha=args.alpha,
         delta=args.certificate_delta,
         epsilon=args.certificate_epsilon,
@@ -101,86 +75,22 @@ def fit_over_own_answers(
         estimator=estimator.digest(),
     )
     right = sum(document.right for document in answers)
-    return OwnLayer(estimator, certificate, len(rows), right, tuple(held_out), _too_little(documents, right, len(rows)))
+    too_little = _too_little(documents, right, len(rows))
+    return OwnLayer(estimator, reduction, certificate, len(rows), right, tuple(held_out), too_little)
 
 
-def judged(
-    estimator: SDMEstimator, h: Tensor, right: Sequence[bool | int], usual: UsualLikelihood | None
-) -> JudgedAnswers:
-    """Answers with what the rule of acceptance looks at."""
-    scores = estimator.score(h)
-    distance = scores.d if usual is None else usual.d(h.numpy())
-    return JudgedAnswers(scores.prediction == 1, scores.p[:, 1], distance, right_of([int(r) for r in right]))
-
-
-def _greedy(
-    model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool
-) -> list[OwnDocument]:
-    prompts = [row["prompt"] for row in rows]
-    ids = generate(model, encoder, prompts, room, tokens_per_batch=args.tokens_per_batch, progress=progress)
-    bodies = [encoder.read(answer)[0] for answer in ids]
-    labels = apply_reward(reward, rows, bodies, encoder.tags)
-    return [OwnDocument(i, "greedy", bodies[i], labels[i] == 1) for i in range(len(rows))]
-
-
-def _more_documents(
-    model: Any,
-    encoder: Encoder,
-    rows: Rows,
-    greedy: Sequence[OwnDocument],
-    args: SDMConfig,
-    reward: Reward,
-    room: int,
-    progress: bool,
-) -> list[OwnDocument]:
-    """Sampled answers, static negatives, answers to other prompts, and references where no own answer is right."""
-    rng = np.random.default_rng([args.seed, 7])
-    tags = encoder.tags
-    candidates: list[tuple[int, Source, str]] = []
-    for attempt in range(args.own_samples):
-        some = [document.row for document in greedy]
-        seeds = [[args.seed, 8, attempt, i] for i in some]
-        ids = generate(
-            model,
-            encoder,
-            [rows[i]["prompt"] for i in some],
-            room,
-            args.own_temperature,
-            seeds,
-            args.tokens_per_batch,
-            progress,
-        )
-        candidates += [(i, "sampled", encoder.read(answer)[0]) for i, answer in zip(some, ids, strict=True)]
-    own = [document.row for document in greedy]
-    for i, other, static_draw, other_draw in zip(
-        own, np.roll(rng.permutation(own), 1).tolist(), rng.random(len(own)), rng.random(len(own)), strict=True
-    ):
-        if static_draw < STATIC_SHARE:
-            candidates.append((i, "static", tags.strip_suffix(completion_text(rows[i]["rejected"]))))
-        if other_draw < OTHER_SHARE and other != i:
-            candidates.append((i, "other", tags.strip_suffix(completion_text(rows[other]["chosen"]))))
-    right = {document.row for document in greedy if document.right}
-    candidates += [
-        (i, "reference", tags.strip_suffix(completion_text(rows[i]["chosen"]))) for i in own if i not in right
-    ]
-    labels = apply_reward(reward, [rows[i] for i, _, _ in candidates], [body for _, _, body in candidates], tags)
-    taken = {(document.row, document.body) for document in greedy}
-    documents: list[OwnDocument] = []
-    for (i, source, body), label in zip(candidates, labels, strict=True):
-        # What stands there already teaches nothing; a static negative that the reward calls right is none.
-        wanted = label == 1 if source == "reference" else source == "sampled" or label == 0
-        if wanted and (i, body) not in taken and _fits(encoder, rows[i]["prompt"], body):
-            taken.add((i, body))
-            documents.append(OwnDocument(i, source, body, label == 1))
-    return documents
-
-
-def _fits(encoder: Encoder, prompt: Any, body: str) -> bool:
-    try:
-        encoder.encode_for_judging(prompt, body)
-    except ValueError:  # too long when it is encoded again, or for this prompt
-        return False
-    return True
+def _out_of_sample(
+    estimator: SDMEstimator, documents: Sequence[OwnDocument], h: Tensor, usual: UsualLikelihood | None
+) -> Evidence:
+    """What the rule looks at, of the greedy answers among the documents, each judged by layers that were fitted without it."""
+    evidence = estimator.calibration_evidence()  # in the order of `calibration_ids_`
+    where = {name: i for i, name in enumerate(estimator.calibration_ids_)}
+    names = unique_names(documents)
+    picked = [i for i, document in enumerate(documents) if document.source == "greedy"]
+    at = np.array([where[names[i]] for i in picked])
+    d = evidence.d[at] if usual is None else usual.d(h.numpy()[picked])
+    labels = np.array([int(documents[i].right) for i in picked])
+    return Evidence(evidence.confidence[at], d, evidence.predictions[at], labels)
 
 
 def _summaries(
@@ -194,45 +104,30 @@ def _summaries(
 
 
 def _fit(
-    encoder: Encoder,
-    rows: Rows,
-    documents: Sequence[OwnDocument],
-    h: Tensor,
-    support: NDArray[np.bool_],
-    args: SDMConfig,
-    progress: bool,
+    encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], h: Tensor, args: SDMConfig, progress: bool
 ) -> SDMEstimator:
     """The SDM layer. All documents of a prompt are on the same side: near copies must not vouch for each other."""
-    names = _unique_names(documents)
-    labels = torch.tensor([int(document.right) for document in documents])
-    for side in (support, ~support):
-        for label, word in ((1, "right"), (0, "wrong")):
-            if int((labels[torch.from_numpy(side)] == label).sum()) < 2:
-                raise ValueError(
-                    f"The calibration rows give too few {word} answers for an SDM layer: give more rows (hundreds are a "
-                    'start), or set documents="paper".'
-                )
+    names, labels = unique_names(documents), np.array([int(document.right) for document in documents])
+    groups = np.array([document.row for document in documents])
+    for label, word in ((1, "right"), (0, "wrong")):
+        if len(np.unique(groups[labels == label])) < LEAST_PROMPTS:
+            raise ValueError(
+                f"The calibration rows give too few {word} answers for an SDM layer: give more rows (hundreds are a "
+                'start), or set documents="paper".'
+            )
     texts: dict[int | str, str] = {
         name: encoder.decode(encoder.encode_for_judging(rows[d.row]["prompt"], d.body))
         for name, d in zip(names, documents, strict=True)
     }
     seed = int(np.random.default_rng([args.seed, 4]).integers(2**31))
-    parameters = args.estimator_parameters()
-    if args.summary == LIKELIHOOD:
-        parameters["center"] = "feature"  # one scale for all columns would let the length outweigh the rest
-    estimator = SDMEstimator.published(**parameters, seed=seed, device=args.device, progress=progress)
-    here, there = np.flatnonzero(support), np.flatnonzero(~support)
-    calibration = h[there], labels[there], [names[i] for i in there]
-    return estimator.fit(h[here], labels[here], [names[i] for i in here], calibration=calibration, documents=texts)
-
-
-def _unique_names(documents: Sequence[OwnDocument]) -> list[str]:
-    counts: dict[str, int] = {}
-    names = []
-    for document in documents:
-        n = counts[document.name] = counts.get(document.name, 0) + 1
-        names.append(document.name if n == 1 else f"{document.name} {n}")
-    return names
+    how: dict[str, Any] = {
+        "rule": "region",
+        "alpha": args.alpha,
+        "seed": seed,
+        "device": args.device,
+        "progress": progress,
+    }
+    return SDMEstimator(**how).fit(h, labels, names, documents=texts, groups=groups)
 
 
 def _too_little(documents: Sequence[OwnDocument], right: int, prompts: int) -> str | None:

@@ -14,11 +14,11 @@ from sdmlm.language_model.answer_rule import (
     DELTA,
     EPSILON,
     AnswerCertificate,
-    JudgedAnswers,
-    UsualLikelihood,
     certify_answers,
+    evidence_of,
     save_certificate,
 )
+from sdmlm.language_model.usual import UsualLikelihood
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
 from sdmlm.storage.artifacts import SDM_FOLDER
 
@@ -70,15 +70,10 @@ def certify_lm(
         if some.sum() < LEAST_USUAL:
             need = round(LEAST_USUAL / CANDIDATE_SHARE)
             raise ValueError(f"{len(rows)} rows are too few to say which answers are usual: give about {need} or more.")
-        usual = UsualLikelihood.fit(h.numpy()[some])
-    distance = scores.d if usual is None else usual.d(h.numpy())
-
-    def part(mask: NDArray[np.bool_]) -> JudgedAnswers:
-        return JudgedAnswers((scores.prediction == 1)[mask], scores.p[:, 1][mask], distance[mask], right[mask])
-
+        usual = UsualLikelihood.fit(h.numpy()[some], lm.reduction is not None)
     certificate = certify_answers(
-        part(some),
-        part(~some),
+        evidence_of(scores[some], h.numpy()[some], usual, right[some]),
+        evidence_of(scores[~some], h.numpy()[~some], usual, right[~some]),
         alpha=alpha,
         delta=delta,
         epsilon=epsilon,

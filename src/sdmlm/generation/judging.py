@@ -92,7 +92,7 @@ def applicable(
     certificate: AnswerCertificate | None, alpha: float, digest: Callable[[], str]
 ) -> AnswerCertificate | None:
     """The certificate, if it was made for this SDM layer and promises at least alpha."""
-    if certificate is None or certificate.alpha < alpha or certificate.estimator != digest():
+    if certificate is None or certificate.alpha < alpha or certificate.rule.estimator != digest():
         return None
     return certificate
 
@@ -101,40 +101,48 @@ def by_certificate(
     judged: Sequence[Verification], certificate: AnswerCertificate, scores: Scores, h: Tensor
 ) -> list[Verification]:
     """Verifications whose acceptance follows the certificate; the region of the papers stays in `accepted`."""
-    distance = certificate.distance(h.numpy(), scores.d)
-    accepted = certificate.accepts(scores.prediction == 1, scores.p[:, 1], distance)
+    evidence = certificate.evidence(scores, h.numpy())
+    accepted, certainty = certificate.rule.accepts(evidence), certificate.certainty(evidence)
     return [
         dataclasses.replace(
             one,
             certified=bool(accepted[i]),
-            usual=float(distance[i]),
-            reason=certificate_reason(certificate, bool(accepted[i]), one, float(distance[i])),
+            usual=float(evidence.d[i]),
+            certainty=float(certainty[i]),
+            reason=certificate_reason(certificate, bool(accepted[i]), one, float(evidence.d[i]), float(certainty[i])),
         )
         for i, one in enumerate(judged)
     ]
 
 
-def certificate_reason(certificate: AnswerCertificate, accepted: bool, one: Verification, usual: float) -> str:
+def certificate_reason(
+    certificate: AnswerCertificate, accepted: bool, one: Verification, usual: float, certainty: float
+) -> str:
     """Why the certificate accepts an answer, or which part of its rule the answer fails, in plain words."""
+    rule = certificate.rule
+    known = (
+        f"about {one.q} of the most similar known answers were" if one.q > 1 else "hardly any similar known answer was"
+    )
+    seen = f"{known} judged {'right' if one.verdict == one.yes else 'wrong'}, and rightly so"
     if accepted:
-        promise = f"At least {certificate.alpha:.0%} of such answers are right."
+        promise = f"Of the answers that pass this rule at least {rule.alpha:.0%} are right."
         if one.finish_reason == "given":  # the certificate covers what the LM writes itself
             promise = "The certificate promises nothing about answers that the model did not write itself."
         return (
-            f"Verified by the certificate: judged right, and as likely as the model's answers usually are ({usual:.0%} of "
-            f"its known answers are more unusual). {promise}"
+            f"Verified by the certificate: {seen}, and the model is as sure of its words as it usually is ({usual:.0%} of its "
+            f"known answers are more unusual). {promise}"
         )
     start = "Not verified by the certificate, so a person should look: "
     if not certificate.certified:
-        return f"{start}nothing could be certified at alpha {certificate.alpha:g}."
+        return f"{start}nothing could be certified at alpha {rule.alpha:g}."
     if one.verdict != one.yes:
-        return f"{start}the answer is judged wrong."
-    if usual < certificate.epsilon:
+        return f"{start}the answer is judged wrong ({seen})."
+    if usual < rule.least_distance or (usual <= 0 and rule.epsilon > 0):
         seldom = (
-            "all of its known answers are more usual" if usual == 0 else f"only {usual:.1%} of them are more unusual"
+            "all of its known answers are more usual" if usual <= 0 else f"only {usual:.1%} of them are more unusual"
         )
         return (
-            f"{start}the model seldom writes answers like this one ({seldom}, {certificate.epsilon:.0%} are asked for)."
+            f"{start}the model seldom writes answers like this one ({seldom}, {rule.least_distance:.0%} are asked for)."
         )
-    least = certificate.threshold
-    return f"{start}it is judged right, but not surely enough ({one.probability_of_yes:.3f}, {least:.3f} is asked for)."
+    least = certificate.least_certainty
+    return f"{start}it is judged right, but not surely enough: {seen} ({certainty:.3f}, {least:.3f} is asked for)."

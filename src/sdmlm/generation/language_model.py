@@ -33,6 +33,7 @@ from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.decoding import answer_room
 from sdmlm.language_model.encoding import Encoder, Messages, Prompt, PromptIds, VerificationTags
 from sdmlm.language_model.likelihood import LIKELIHOOD, STATES
+from sdmlm.language_model.reduction import Reduction
 from sdmlm.storage.artifacts import SDM_FOLDER
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class SDMLanguageModel:
     metadata : mapping
         The content of `sdm/lm.json`.
     folder : Path, optional
-        Where feedback is stored; None for a model of the Hub.
+        Where feedback is kept; None for a model of the Hub.
+    reduction : Reduction, optional
+        What the SDM layer reads of a summary; None for all of it.
 
     Attributes
     ----------
@@ -97,12 +100,13 @@ class SDMLanguageModel:
         estimator: SDMEstimator,
         metadata: Mapping[str, Any],
         folder: Path | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         if estimator.combine == "all" or len(estimator.classes_) != 2:
             raise ValueError("The SDM layer of a language model has two classes (No, Yes) and is no ensemble.")
-        check_summary(metadata.get("summary", STATES), model, estimator.n_features_in_)
+        check_summary(metadata.get("summary", STATES), model, estimator.n_features_in_, reduction)
         self.model, self.tokenizer, self.encoder = model.eval(), tokenizer, encoder
-        self.metadata, self.folder = dict(metadata), folder
+        self.metadata, self.folder, self.reduction = dict(metadata), folder, reduction
         self.alpha = estimator.alpha_
         self.estimator = estimator
         self.feedback_store = FeedbackStore(estimator, str(metadata.get("fingerprint")))
@@ -277,7 +281,12 @@ class SDMLanguageModel:
         return applicable(self.answer_certificate, self._checked_alpha(alpha), self.digest)
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
-        """h of each answer's document: from its generation where that gives the same h, otherwise from a pass over it."""
+        """h of each answer's document as the SDM layer reads it."""
+        h = self.whole_summaries(answers, progress)
+        return h if self.reduction is None else self.reduction(h)
+
+    def whole_summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
+        """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
         with self._precision():
             how = self.reads_likelihood, self.tokens_per_batch, progress
             return add_missing(self.model, self.encoder, answers, *how)

@@ -17,6 +17,7 @@ from sdmlm.language_model.answer_rule import load_certificate, save_certificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.forward import inner_lm
 from sdmlm.language_model.loading import loaded, open_lm
+from sdmlm.language_model.reduction import load_reduction, save_reduction
 from sdmlm.language_model.sdm_folder import fingerprint, read_lm_metadata, write_sdm_folder
 from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER, read_metadata, write_text_atomically
 from sdmlm.storage.record import copy_record
@@ -68,8 +69,8 @@ def load(
             f"The SDM layer in {sdm} was fitted over other weights than those of the model beside it: run sdmlm "
             "calibrate --force, or give allow_other_weights=True."
         )
-    lm = cls(model, tokenizer, Encoder(tokenizer, tags, max_length, truncate_prompt), estimator, metadata)
-    lm.folder = folder if own else None
+    encoder, reduction = Encoder(tokenizer, tags, max_length, truncate_prompt), load_reduction(sdm, metadata)
+    lm = cls(model, tokenizer, encoder, estimator, metadata, folder if own else None, reduction)
     lm.feedback_store = FeedbackStore(estimator, expected, load_feedback(sdm, expected))
     lm.estimator = with_feedback(estimator, lm.feedback_store.log.items)
     lm.search_calibrations = load_searches(sdm)
@@ -100,6 +101,7 @@ def _write(lm: SDMLanguageModel, folder: Path, name: str, weights: bool = True) 
         lm.model.save_pretrained(folder)
         lm.tokenizer.save_pretrained(folder)
     sdm = folder / SDM_FOLDER
+    lm.metadata |= save_reduction(sdm, lm.reduction)
     write_sdm_folder(sdm, lm.feedback_store.fitted, lm.metadata)
     log = lm.feedback_store.log
     if log.next > 1 or (sdm / FEEDBACK).exists():

@@ -13,12 +13,13 @@ from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import inner_lm
 from sdmlm.language_model.likelihood import VerdictTokens, answer_summaries, summary_width
 from sdmlm.language_model.reading import embed_sequences
+from sdmlm.language_model.reduction import Reduction
 
 
-def check_summary(kind: str, model: Any, features: int) -> None:
-    """Refuse an SDM layer whose summaries have another width than this model's."""
+def check_summary(kind: str, model: Any, features: int, reduction: Reduction | None) -> None:
+    """Refuse an SDM layer that reads other summaries than this model gives."""
     width = summary_width(kind, inner_lm(model).config.get_text_config().hidden_size)
-    if features != width:
+    if features != width if reduction is None else reduction.widths != (width, features):
         raise ValueError(
             f"The SDM layer reads summaries {features} wide but this model gives {width}: it belongs to another model."
         )

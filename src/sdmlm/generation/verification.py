@@ -69,6 +69,8 @@ class Verification:
         Whether the certificate over own answers accepts the answer; None where it does not apply.
     usual : float or None
         The share of the LM's known answers that are more unusual; None where there is no certificate.
+    certainty : float or None
+        What the certificate bounds from below: how sure the SDM layer is of Yes, whatever the Distance; None without one.
 
     Examples
     --------
@@ -117,6 +119,7 @@ class Verification:
     yes: str = "Yes"
     certified: bool | None = None
     usual: float | None = None
+    certainty: float | None = None
 
     @property
     def verified(self) -> bool:

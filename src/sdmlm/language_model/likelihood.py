@@ -147,17 +147,20 @@ class LikelihoodReader(GenerationReader):
         self._starts: dict[int, int] = {}  # row -> tokens of its prompt
         self._before: Tensor | None = None  # (B, V): the logits of the last pass, for the next token
         self._answer_sums: Tensor | None = None  # (B, H): summed states of the answer so far
-        self._passes: list[tuple[dict[int, int], Tensor]] = []  # (row -> its index, log-probabilities (B, width))
-        self._answer_at_tag: dict[int, tuple[Tensor, Tensor]] = {}  # row -> summed answer states, Yes minus No
+        self._totals: Tensor | None = None  # (B,): summed log-probabilities of the answer so far
+        self._leasts: Tensor | None = None  # (B,): the least of them
+        # row -> summed states of the answer, and (sum, least, logit of Yes minus No) of its tokens
+        self._answer_at_tag: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, rows: Sequence[int], prompts: Sequence[list[int]], mask: Tensor) -> None:
-        """As in the base class; the log-probabilities of earlier batches are no longer needed."""
+        """As in the base class; nothing of the answers has been read yet."""
         assert self._states is not None
         assert self._logits is not None
-        self._passes.clear()
         self._starts |= {r: len(prompts[r]) for r in rows}
         self._before = self._logits[:, -1]
         self._answer_sums = self._states.new_zeros(len(rows), self._states.shape[-1], dtype=torch.float32)
+        self._totals = self._answer_sums.new_zeros(len(rows))
+        self._leasts = torch.full_like(self._totals, torch.inf)
         super().begin(rows, prompts, mask)
 
     def step(self, rows: Sequence[int], newest: Sequence[list[int]]) -> None:
@@ -166,10 +169,12 @@ class LikelihoodReader(GenerationReader):
         assert self._logits is not None
         assert self._before is not None
         assert self._answer_sums is not None
+        assert self._totals is not None
+        assert self._leasts is not None
         logits = torch.cat([self._before[:, None], self._logits[:, :-1]], dim=1)
-        targets = torch.tensor(newest, device=logits.device)
-        places = {r: n for n, r in enumerate(rows)}
-        self._passes.append((places, token_log_probabilities(logits, targets)))
+        tokens = token_log_probabilities(logits, torch.tensor(newest, device=logits.device))
+        self._totals = self._totals + tokens.sum(dim=1)
+        self._leasts = torch.minimum(self._leasts, tokens.amin(dim=1))
         self._answer_sums = self._answer_sums + self._states.float().sum(dim=1)
         self._before = self._logits[:, -1]
         super().step(rows, newest)
@@ -178,18 +183,25 @@ class LikelihoodReader(GenerationReader):
         """Keep only these rows of the batch."""
         assert self._before is not None
         assert self._answer_sums is not None
+        assert self._totals is not None
+        assert self._leasts is not None
         self._before, self._answer_sums = self._before[index], self._answer_sums[index]
+        self._totals, self._leasts = self._totals[index], self._leasts[index]
         super().keep(index)
 
     def _note_tag(self, row: int, place: int) -> None:
         assert self._before is not None
         assert self._answer_sums is not None
         super()._note_tag(row, place)
-        self._answer_at_tag[row] = self._answer_sums[place], self._verdicts.compare(self._before[place])
+        assert self._totals is not None
+        assert self._leasts is not None
+        compared = self._verdicts.compare(self._before[place])
+        figures = torch.stack([self._totals[place], self._leasts[place], compared])
+        self._answer_at_tag[row] = self._answer_sums[place], figures
 
     def _summary(self, row: int, length: int, total: Tensor, last: Tensor) -> Tensor:
-        tokens = torch.cat([values[places[row]] for places, values in self._passes if row in places])
-        answer, yes_minus_no = self._answer_at_tag[row]
+        answer, (summed, least, yes_minus_no) = self._answer_at_tag[row]
         written = length - self._starts[row]
         states = super()._summary(row, length, total, last)
-        return torch.cat([states, answer / written, figures_of(tokens[:written], yes_minus_no)])
+        figures = torch.stack([summed / written, least, summed, yes_minus_no, summed.new_tensor(float(written))])
+        return torch.cat([states, answer / written, figures])

@@ -16,7 +16,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sdmlm import __version__
-from sdmlm.evaluation import score_table
 from sdmlm.evaluation.selective_table import MANY_CLASSES, worst_cell
 from sdmlm.report import plots
 from sdmlm.storage.artifacts import write_text_atomically
@@ -121,7 +120,7 @@ def comparison(caption: str, compared: SelectiveTable) -> str:
 def scores(caption: str, compared: ScoreTable) -> str:
     """One line per estimator with its main measures."""
     rows = [[row.dataset, row.model, row.estimator, *compared.cells(row)] for row in compared.rows]
-    return table(f"{caption}. {score_table.CAPTION}", ["dataset", "model", "estimator", *compared.heads], rows)
+    return table(f"{caption}. {compared.caption}", ["dataset", "model", "estimator", *compared.heads], rows)
 
 
 def _cell(cell: Cell, alpha: float) -> str:

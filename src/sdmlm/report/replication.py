@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from sdmlm.experiments import published as paper
+from sdmlm.experiments.answer_runs import CAPTION, MEASURES, TEST, comparison_rows
 from sdmlm.experiments.layouts import LAYOUTS
 from sdmlm.experiments.loss_comparison import LossComparison
 from sdmlm.experiments.runs import Run, dataset_order, setting_order
@@ -46,6 +47,7 @@ def write_report(
             f"<p>{page.text(intro)}</p>" if intro else "",
             *(page.section(*section) for section in first),
             page.section("At a glance", _glance(runs, tables)),
+            _scores(runs),
             page.section("By alpha", _by_alpha(runs, tables)),
             page.section(
                 "The LMs' own answers to test prompts",
@@ -75,6 +77,30 @@ def _glance(runs: Sequence[Run], tables: Tables) -> str:
     )
     picture = page.figure("outcomes", outcomes(runs), "Decisions about the answers on each test set", caption)
     return picture + "".join(f"<p class='lead'>{page.text(sentence)}</p>" for sentence in says)
+
+
+def _scores(runs: Sequence[Run]) -> str:
+    """Which score tells right from wrong answers: the picture of the last setting's first seed, and the table of all."""
+    compared = [run for run in runs if run.answers is not None]
+    if not compared:
+        return ""
+    shown = max(compared, key=lambda run: (setting_order(run.setting), -run.seed))
+    assert shown.answers is not None
+    points = [one for one in shown.answers.points if one.dataset == TEST]
+    caption = (
+        f"{shown.label}, seed {shown.seed}. If the answers with the highest scores are accepted: the share of errors among them "
+        "against the share accepted. A dot is what is accepted under the certificate."
+    )
+    picture = page.figure("answers", plots.risk_coverage(points, shown.answers.alpha), "Risk against coverage", caption)
+    samples = shown.answers.samples
+    cost = (
+        f" Self-consistency writes {samples} further answers to every prompt; the others write none." if samples else ""
+    )
+    heads = ["model", "answers", "score", *MEASURES.values()]
+    return page.section(
+        "Which score tells right answers from wrong ones?",
+        picture + page.table(CAPTION + cost, heads, comparison_rows(compared)),
+    )
 
 
 def outcomes(runs: Sequence[Run]) -> Figure:

@@ -64,11 +64,7 @@ def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[st
 def _certificate(lm: SDMLanguageModel) -> dict[str, Any] | None:
     """The rule that decides which answers are verified, where the model has one that promises alpha."""
     certificate = lm.certificate()
-    if certificate is None:
-        return None
-    names = "alpha", "delta", "epsilon", "threshold", "prompts", "right", "accepted", "accepted_right"
-    values = certificate.to_dict()
-    return {**{name: values[name] for name in names}, "says": certificate.sentence()}
+    return None if certificate is None else certificate.facts()
 
 
 def control_tokens(lm: SDMLanguageModel) -> list[str]:

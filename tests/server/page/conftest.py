@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ def certified(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     from page_checks import serve
 
     from sdmlm import SDMLanguageModel
+    from sdmlm.estimator.acceptance import CertifiedRule
     from sdmlm.language_model.answer_rule import AnswerCertificate, save_certificate
 
     home = tmp_path_factory.mktemp("certified") / "lm"
@@ -41,8 +43,8 @@ def certified(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     lm = SDMLanguageModel.from_pretrained(home)
     (answer,) = lm.generate(["abc="], progress=False)
     threshold = answer.probability_of_yes - 1e-4
-    certificate = AnswerCertificate(0.9, 0.05, 0.1, threshold, 40, 36, 30, 29, 0, None, lm.digest())
-    save_certificate(home / "sdm", certificate)
+    rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, threshold), 0.1, (1,), 40, 0, (), lm.digest())
+    save_certificate(home / "sdm", AnswerCertificate(rule, 40, 36, 30, 29, None, threshold_on="output"))
     yield from serve(home)
 
 

@@ -85,8 +85,7 @@ def _certify_lm(args: argparse.Namespace) -> None:
             lm, data.rows, args.reward, alpha=args.alpha, delta=args.delta, epsilon=epsilon, source=data.source
         )
     if args.json:
-        values = {name: value for name, value in certificate.to_dict().items() if name != "usual"}
-        common.print_json({"certified": certificate.certified, "says": certificate.sentence(), **values})
+        common.print_json(certificate.facts())
         return
     out = common.console(args)
     out.print(certificate.sentence(), markup=False, soft_wrap=True)

@@ -34,7 +34,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Answer, score, certify, show."""
-    from sdmlm.experiments.answer_comparison import TEST, compare_answers
+    from sdmlm.experiments.answer_comparison import compare_answers
+    from sdmlm.experiments.answer_runs import TEST
     from sdmlm.language_model.rows import read_preferences
 
     if args.samples < 0:

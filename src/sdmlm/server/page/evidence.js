@@ -82,15 +82,14 @@ function showRule(e) {
   const certificate = info.certificate;
   byId("rule").hidden = certificate === null || e.certified === null;
   if (byId("rule").hidden) return;
-  const yes = outputAtYes(asPoint(e, info.classes));
-  const { threshold, epsilon } = certificate;
+  const { least_certainty: least, least_usual: usual } = certificate;
   const check = (passed, question, found) =>
     element("li", {}, icon(passed ? "verified" : "rejected"), element("span", {}, element("b", {}, question), ` ${found}`));
   byId("rule-list").replaceChildren(
-    check(threshold !== null && yes >= threshold, `Judged ${info.classes[1]}, and surely enough?`,
-      `SDM output for ${info.classes[1]} ${probability(yes)}; at least ${probability(threshold)} is asked for.`),
-    check(e.usual >= epsilon, "An answer as the model usually writes them?",
-      `${percent(e.usual)} of its known answers are more unusual; at least ${percent(epsilon)} is asked for.`),
+    check(least !== null && e.certainty >= least, `Judged ${info.classes[1]}, and surely enough?`,
+      `Certainty of ${info.classes[1]} ${probability(e.certainty)}; at least ${probability(least)} is asked for.`),
+    check(e.usual >= usual, "An answer as the model usually writes them?",
+      `${percent(e.usual)} of its known answers are more unusual; at least ${percent(usual)} is asked for.`),
   );
 }
 

@@ -1,0 +1,134 @@
+"""The documents of an SDM layer as they occur in use: the LM's own answers to calibration prompts (docs/method.md, 9).
+
+Greedy and sampled answers, labelled by the reward, tell what the LM's right and wrong answers look like. Right answers to other
+prompts, which are wrong here, join them for a share of the rows. Where the LM is nearly always right or nearly always wrong,
+the static negatives or the reference answers of the rows stand in for what it does not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sdmlm.finetuning.config import SDMConfig
+from sdmlm.language_model.decoding import generate
+from sdmlm.language_model.encoding import Encoder, completion_text
+from sdmlm.rewards import Reward, apply_reward
+
+Rows = Sequence[Mapping[str, Any]]
+Source = Literal["greedy", "sampled", "reference", "static", "other"]
+OTHER_SHARE = 0.3  # of the rows that stand with the answer to another prompt, too
+FEW = 30  # prompts with a right (wrong) own answer: with fewer, references (static negatives) join
+
+
+@dataclass(frozen=True)
+class OwnDocument:
+    """An answer to the prompt of a row, where it comes from and whether it is right."""
+
+    row: int
+    source: Source
+    body: str
+    right: bool
+
+    @property
+    def name(self) -> str:
+        """Its id in the SDM layer; a row has at most one document of a source, but several sampled ones."""
+        return f"{self.row} {self.source}"
+
+
+def unique_names(documents: Sequence[OwnDocument]) -> list[str]:
+    """The ids of documents in an SDM layer."""
+    counts: dict[str, int] = {}
+    names = []
+    for document in documents:
+        n = counts[document.name] = counts.get(document.name, 0) + 1
+        names.append(document.name if n == 1 else f"{document.name} {n}")
+    return names
+
+
+def greedy_answers(
+    model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool
+) -> list[OwnDocument]:
+    """The greedy answer to each row."""
+    prompts = [row["prompt"] for row in rows]
+    ids = generate(model, encoder, prompts, room, tokens_per_batch=args.tokens_per_batch, progress=progress)
+    return _labelled(encoder, rows, [(i, "greedy", encoder.read(answer)[0]) for i, answer in enumerate(ids)], reward)
+
+
+def more_documents(
+    model: Any,
+    encoder: Encoder,
+    rows: Rows,
+    greedy: Sequence[OwnDocument],
+    args: SDMConfig,
+    reward: Reward,
+    room: int,
+    progress: bool,
+) -> list[OwnDocument]:
+    """What is fitted over beside the greedy answers to the same rows."""
+    sampled: list[tuple[int, Source, str]] = []
+    at = [document.row for document in greedy]
+    prompts = [rows[i]["prompt"] for i in at]
+    for attempt in range(args.own_samples):
+        seeds = [[args.seed, 8, attempt, i] for i in at]
+        how = room, args.own_temperature, seeds, args.tokens_per_batch, progress
+        drawn = generate(model, encoder, prompts, *how)
+        sampled += [(i, "sampled", encoder.read(answer)[0]) for i, answer in zip(at, drawn, strict=True)]
+    own = _new(encoder, rows, _labelled(encoder, rows, sampled, reward), greedy)
+    made_up = _labelled(encoder, rows, _made_up(encoder, rows, [*greedy, *own], at, args.seed), reward)
+    # A reference that the reward calls wrong is none, nor is a static negative that it calls right.
+    fitting = [document for document in made_up if document.right == (document.source == "reference")]
+    return [*own, *_new(encoder, rows, fitting, [*greedy, *own])]
+
+
+def _made_up(
+    encoder: Encoder, rows: Rows, own: Sequence[OwnDocument], at: Sequence[int], seed: int
+) -> list[tuple[int, Source, str]]:
+    """Documents that the LM did not write."""
+
+    def text(i: int, column: str) -> str:
+        return encoder.tags.strip_suffix(completion_text(rows[i][column]))
+
+    rng = np.random.default_rng([seed, 7])
+    others = zip(at, np.roll(rng.permutation(at), 1).tolist(), rng.random(len(at)), strict=True)
+    made_up: list[tuple[int, Source, str]] = [
+        (i, "other", text(other, "chosen")) for i, other, draw in others if draw < OTHER_SHARE and other != i
+    ]
+    if len({document.row for document in own if not document.right}) < FEW:
+        made_up += [(i, "static", text(i, "rejected")) for i in at]
+    if len({document.row for document in own if document.right}) < FEW:
+        made_up += [(i, "reference", text(i, "chosen")) for i in at]
+    return made_up
+
+
+def _labelled(
+    encoder: Encoder, rows: Rows, found: Sequence[tuple[int, Source, str]], reward: Reward
+) -> list[OwnDocument]:
+    if not found:
+        return []
+    labels = apply_reward(reward, [rows[i] for i, _, _ in found], [body for _, _, body in found], encoder.tags)
+    return [OwnDocument(*one, label == 1) for one, label in zip(found, labels, strict=True)]
+
+
+def _new(
+    encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], known: Sequence[OwnDocument]
+) -> list[OwnDocument]:
+    """Those that are not known yet, which would teach nothing, and that the LM has room for."""
+    taken = {(document.row, document.body) for document in known}
+    kept = []
+    for document in documents:
+        if (document.row, document.body) not in taken and _fits(encoder, rows[document.row]["prompt"], document.body):
+            taken.add((document.row, document.body))
+            kept.append(document)
+    return kept
+
+
+def _fits(encoder: Encoder, prompt: Any, body: str) -> bool:
+    try:
+        encoder.encode_for_judging(prompt, body)
+    except ValueError:  # too long when it is encoded again, or for this prompt
+        return False
+    return True
