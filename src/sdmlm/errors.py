@@ -27,6 +27,10 @@ class ControlText(SDMError):
     """Text from outside that would become a control token, and cannot be encoded in another way."""
 
 
+class NoSuchFeedback(SDMError):
+    """Feedback that is to be taken back, but was never given or is taken back already."""
+
+
 class BadInput(SDMError):
     """A prompt or completion that cannot be used.
 

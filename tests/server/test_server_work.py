@@ -291,8 +291,8 @@ def test_feedback_changes_the_model_and_can_be_undone(tmp_path: Path) -> None:
     async def work() -> None:
         before = model.info
         document = GivenAnswer([{"role": "user", "content": "abc="}], "abd")
-        id = await model.feedback(FeedbackRequest(document, False))
-        assert model.info["support_size"] == before["support_size"] + 1
+        id, size = await model.feedback(FeedbackRequest(document, False))
+        assert model.info["support_size"] == size == before["support_size"] + 1
         assert SDMLanguageModel.from_pretrained(folder).feedback_ids == [id]
         (judged,) = await model.verify([document], SdmOptions(neighbors=1))
         assert (judged.verification.exemplars[0].id, judged.verification.exemplars[0].label) == (id, 0)

@@ -175,7 +175,7 @@ def _fresh(home: Path) -> Iterator[Path]:
     An earlier demo in it is moved to a subfolder: deleted when this demo succeeds, restored when it fails.
     """
     _check_ours(home)
-    with locked(home, wait=False) as ours:
+    with locked(home, wait=0) as ours:
         if not ours:
             raise ValueError(f"Another demo is running in {home}: wait for it, or give another folder with --output.")
         before = home / BEFORE

@@ -47,7 +47,7 @@ def run_all(planned: Sequence[PlannedRun], tell: Tell) -> None:
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     titles = [f"[{n}/{len(planned)}] {one.name}" for n, one in enumerate(planned, start=1)]
     for one, title in zip(planned, titles, strict=True):
-        with locked(one.folder, wait=False) if is_main_process() else contextlib.nullcontext(True) as ours:
+        with locked(one.folder, wait=0) if is_main_process() else contextlib.nullcontext(True) as ours:
             if not ours and not alone:
                 raise ValueError(f"{one.folder} is being worked on by another process: wait for it.")
             if not ours:

@@ -7,6 +7,7 @@ on the LM. Loading a model adds them to the support, so a document that was remo
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdmlm.errors import NoSuchFeedback
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.language_model.encoding import VerificationTags
 from sdmlm.storage.artifacts import CONFIG, DamagedError, locked, read_artifact, write_artifact
 
 FEEDBACK = "feedback"
 KIND, VERSION = "sdmlm feedback", 1
+LOCK_SECONDS = 10.0  # a process that was stopped while it stores must not stop all others
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,23 @@ class FeedbackLog:
         item = FeedbackItem(f"feedback:{self.next}", text, label, h.float().cpu())
         return FeedbackLog((*self.items, item), self.next + 1)
 
+    def find(self, text: str, label: int, h: Tensor) -> FeedbackItem | None:
+        """The item that says the same: this document with this label."""
+        h = h.float().cpu()
+        for item in self.items:
+            # Other documents may decode to the same text; the states of one differ a little between machines.
+            if (item.text, item.label) == (text, label) and torch.allclose(item.h, h, rtol=1e-2, atol=1e-2):
+                return item
+        return None
+
     def without(self, id: str | None) -> tuple[FeedbackLog, FeedbackItem]:
         """A log without one item (default: the last), and the item that was removed."""
         if not self.items:
-            raise ValueError("There is no feedback to undo.")
+            raise NoSuchFeedback("There is no feedback to undo.")
         removed = next((item for item in self.items if item.id == id), None) if id is not None else self.items[-1]
         if removed is None:
             known = ", ".join(item.id for item in self.items[-5:])
-            raise ValueError(f"There is no feedback {id!r} to undo; the latest are {known}.")
+            raise NoSuchFeedback(f"There is no feedback {id!r} to undo; the latest are {known}.")
         return FeedbackLog(tuple(item for item in self.items if item is not removed), self.next), removed
 
 
@@ -69,6 +81,7 @@ class FeedbackStore:
     def __init__(self, fitted: SDMEstimator, fingerprint: str, log: FeedbackLog | None = None) -> None:
         self.fitted, self.fingerprint = fitted, fingerprint
         self.log = self._stored = log or FeedbackLog()
+        self._stamp: tuple[int, ...] = ()  # of the file that `refresh` looked at last
 
     @contextlib.contextmanager
     def latest(self, sdm: Path | None) -> Iterator[FeedbackLog]:
@@ -76,7 +89,9 @@ class FeedbackStore:
         if sdm is None:
             yield self.log
             return
-        with locked(sdm):
+        with locked(sdm, LOCK_SECONDS) as ours:
+            if not ours:
+                raise OSError(errno.EBUSY, "another process has been writing feedback for too long", str(sdm))
             stored = load_feedback(sdm, self.fingerprint)
             if stored.same(self._stored):
                 yield self.log
@@ -88,18 +103,60 @@ class FeedbackStore:
                     "open the model again."
                 )
 
+    def give(self, text: str, label: int, h: Tensor, sdm: Path | None) -> tuple[SDMEstimator, str]:
+        """Add a document with a label; returns the estimator with it, and its id.
+
+        Given twice, it counts once. So a client that got no answer (the server was killed) can safely send it again.
+        """
+        with self.latest(sdm) as log:
+            known = log.find(text, label, h)
+            log = log if known else log.added(text, label, h)
+            return self.use(log, sdm), known.id if known else log.items[-1].id
+
+    def take_back(self, id: str | None, sdm: Path | None) -> tuple[SDMEstimator, str]:
+        """Remove one item (default: the last); returns the estimator without it, and its id."""
+        with self.latest(sdm) as log:
+            log, removed = log.without(id)
+            return self.use(log, sdm), removed.id
+
     def use(self, log: FeedbackLog, sdm: Path | None) -> SDMEstimator:
         """Use a log, and store it if a folder is given; returns the estimator with its feedback."""
         estimator = with_feedback(self.fitted, log.items)  # all at once, to be identical to the state after a reload
         if sdm is not None:  # first: if it cannot be stored, nothing changes
             save_feedback(sdm, log, self.fingerprint)
-            self._stored = log
+            self._stored, self._stamp = log, _stamp(sdm)
         self.log = log
         return estimator
+
+    def refresh(self, sdm: Path) -> SDMEstimator | None:
+        """The estimator with what other processes have stored meanwhile; None where there is nothing new.
+
+        Does not wait for a process that is storing something at this moment: ask again later.
+        """
+        if _stamp(sdm) == self._stamp:
+            return None
+        with locked(sdm, wait=0) as free:
+            if not free:
+                return None
+            self._stamp = _stamp(sdm)  # before it is read: what cannot be read is not tried again
+            stored = load_feedback(sdm, self.fingerprint)
+        if stored.same(self._stored) or not self.log.same(self._stored):
+            return None
+        self._stored = stored
+        return self.use(stored, None)
 
     def saved(self) -> None:
         """To be called after the log in use was written to the model's folder."""
         self._stored = self.log
+
+
+def _stamp(sdm: Path) -> tuple[int, ...]:
+    """What changes whenever feedback is stored, whatever the clock says; empty where there is none."""
+    try:
+        found = (sdm / FEEDBACK / CONFIG).stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def label_number(label: Any, tags: VerificationTags) -> int:

@@ -330,7 +330,8 @@ class SDMLanguageModel:
 
         label: whether the completion follows the instructions: True or "yes", False or "no". The weights do not change; q, d
         and the region do, and with them later decisions about similar answers. Feedback is stored in the model's folder
-        (`sdm/feedback/`) unless `save` is False. Calibrations of searches, made with another support, no longer apply.
+        (`sdm/feedback/`) unless `save` is False; given twice, it counts once. Calibrations of searches, made with another
+        support, no longer apply.
         """
         y = label_number(label, self.tags)
         sdm = self._feedback_folder(save)
@@ -340,18 +341,14 @@ class SDMLanguageModel:
             error.args = (error.named(),)  # without a position: there is only one
             raise
         h = self.summaries([answer], progress=False)[0]
-        with self.feedback_store.latest(sdm) as log:
-            log = log.added(self.encoder.decode(answer.ids), y, h)
-            self.estimator = self.feedback_store.use(log, sdm)
-        return log.items[-1].id
+        self.estimator, id = self.feedback_store.give(self.encoder.decode(answer.ids), y, h, sdm)
+        return id
 
     def undo_feedback(self, id: str | None = None, *, save: bool = True) -> str:
         """Remove one feedback (default: the latest), also after a reload; returns its id."""
         sdm = self._feedback_folder(save)
-        with self.feedback_store.latest(sdm) as log:
-            log, removed = log.without(id)
-            self.estimator = self.feedback_store.use(log, sdm)
-        return removed.id
+        self.estimator, removed = self.feedback_store.take_back(id, sdm)
+        return removed
 
     @property
     def feedback_ids(self) -> list[str]:

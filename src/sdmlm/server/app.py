@@ -161,8 +161,8 @@ def add_documents(app: FastAPI, service: Service) -> None:
         service.check_feedback()
         with service.at_work():
             given = protocol.read_feedback(await service.body(request), service.model.name)
-            id = await service.in_time(service.model.feedback(given))
-        return JSONAnswer({"id": id, "object": "feedback", "support_size": service.model.info["support_size"]})
+            id, size = await service.in_time(service.model.feedback(given))
+        return JSONAnswer({"id": id, "object": "feedback", "support_size": size})
 
     @app.delete("/v1/feedback/{id}")
     async def undo(id: str) -> Response:

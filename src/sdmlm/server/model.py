@@ -6,15 +6,17 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from sdmlm.errors import NoSuchFeedback
 from sdmlm.generation.language_model import SDMLanguageModel
-from sdmlm.server.engine import Engine, log
+from sdmlm.server.engine import Engine, QueuedTask, log
 from sdmlm.server.errors import ApiError, refused
 from sdmlm.server.info import describe
 from sdmlm.server.protocol import Ask, FeedbackRequest, GivenAnswer, PlainPrompt, SdmOptions
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.work import Alone, Judge, Judged, Worker, Write
-from sdmlm.storage.artifacts import DamagedError
+from sdmlm.storage.artifacts import SDM_FOLDER, DamagedError
 
 OnText = Callable[[int, str], None]
 MAX_TOKENS = 65_536  # of an answer, where the model itself sets no bound
@@ -30,7 +32,20 @@ class Model:
         self.max_rows = settings.max_queue
         self._lm, self._worker = lm, Worker(lm, settings.max_prompt_tokens)
         self.info = describe(lm, name)
-        self.engine = Engine(self._worker, settings.max_batch, settings.max_queue)
+        self.engine = Engine(self._run, settings.max_batch, settings.max_queue)
+
+    def _run(self, jobs: Sequence[QueuedTask]) -> list[Any]:
+        """A batch, over the support with all feedback so far: other servers may share the folder."""
+        if self._lm.folder is not None:
+            try:
+                estimator = self._lm.feedback_store.refresh(self._lm.folder / SDM_FOLDER)
+            except (OSError, ValueError) as error:  # go on with what is known
+                log.error("%s", error)  # names files, quotes no request
+            else:
+                if estimator is not None:
+                    self._lm.estimator = estimator
+                    self.info = describe(self._lm, self.name)
+        return self._worker(jobs)
 
     def max_tokens(self, asked: int | None) -> int:
         """max_new_tokens: as requested, but no more than the context; by default as in the SDM layer's own documents."""
@@ -66,26 +81,27 @@ class Model:
         """Refuse prompts that are too long to be judged."""
         await self.engine.do([Alone(lambda _: [self._worker.read(p) for p in prompts], prompts[0])])
 
-    async def feedback(self, given: FeedbackRequest) -> str:
-        """A judged document joins the support; returns its id."""
+    async def feedback(self, given: FeedbackRequest) -> tuple[str, int]:
+        """A judged document joins the support; returns its id, and the size of the support with it."""
 
-        def add(lm: SDMLanguageModel) -> str:
+        def add(lm: SDMLanguageModel) -> tuple[str, int]:
             with _kept(lm):
                 id = lm.feedback(given.document.prompt, given.document.completion, given.label)
             self.info = describe(lm, self.name)
-            return id
+            return id, self.info["support_size"]
 
-        (id,) = await self.engine.do([Alone(add, given.document.prompt)])
-        return str(id)
+        (stored,) = await self.engine.do([Alone(add, given.document.prompt)])
+        return stored  # type: ignore[no-any-return]
 
     async def undo_feedback(self, id: str) -> None:
         """The document leaves the support again."""
 
         def remove(lm: SDMLanguageModel) -> None:
-            if id not in lm.feedback_ids:
-                raise ApiError(404, f"There is no feedback '{id[:80]}' to undo.", "id", "not_found")
             with _kept(lm):
-                lm.undo_feedback(id)
+                try:
+                    lm.undo_feedback(id)
+                except NoSuchFeedback as error:
+                    raise ApiError(404, f"There is no feedback '{id[:80]}' to undo.", "id", "not_found") from error
             self.info = describe(lm, self.name)
 
         await self.engine.do([Alone(remove)])

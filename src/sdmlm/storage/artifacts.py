@@ -13,6 +13,7 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,11 @@ def read_artifact(
 
 
 @contextlib.contextmanager
-def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+def locked(folder: Path, wait: float = math.inf) -> Iterator[bool]:
     """Lock a folder among processes that call this; yields whether this process has the lock.
 
-    If another process has the lock, wait for it; with `wait=False`, yield False instead. A lock ends with its process.
+    If another process has the lock, wait for it, for at most `wait` seconds, and then yield False. A lock ends with its
+    process.
     """
     try:
         import fcntl
@@ -124,14 +126,22 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, time.monotonic() + wait)
     finally:
         os.close(handle)
+
+
+def _flock(handle: int, operation: int, until: float) -> bool:
+    import fcntl
+
+    while True:
+        try:
+            fcntl.flock(handle, operation)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(0.01)
 
 
 def finite_or_none(value: float) -> float | None:

@@ -165,6 +165,11 @@ def make_server(app: Any, settings: ServerSettings, what: str, listening: socket
     """A server that prints its address when it is ready."""
     import uvicorn
 
+    from sdmlm.server.connections import WatchedProtocol
+
+    class Protocol(WatchedProtocol):
+        seconds = settings.timeout
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -178,5 +183,7 @@ def make_server(app: Any, settings: ServerSettings, what: str, listening: socket
         access_log=False,  # paths and clients are for a proxy's log; counts are at /metrics
         timeout_graceful_shutdown=int(settings.timeout) + 5,
         server_header=False,
+        http=Protocol,
+        ws="none",
     )
     return Server(config)
