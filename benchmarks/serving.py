@@ -1,13 +1,24 @@
-"""The server under stress: many clients, some of whom leave or talk nonsense. Is every answer right, and none lost?
+"""The server under load and under faults: are answers lost, wrong or doubled, is feedback kept, how soon is it back?
 
-    python benchmarks/serving.py DIR [--clients 64] [--seconds 60]
+    python benchmarks/serving.py DIR [--only NAME ...] [--seconds 60] [--memory-seconds 600]
 
 DIR: a saved SDM language model, with a chat template (its support then holds prompts to ask) or with --prompts FILE, one a
-line. `sdmlm serve` runs as a process of its own. What each prompt's answer must be is found beforehand by the model alone,
-one prompt at a time. Every client asks again as soon as it has its answer: plain and streamed chat, completions, sampled
-answers with a seed, verdicts on given text; now and then it sends a malformed body, or leaves in the middle. Checked: no
-wrong answer, no lost answer, the server's memory flat. Also measured: answers a second and their latency, beside the
-model alone in batches of the same size, and what judging adds. Writes benchmarks/results/serving.json.
+line. `sdmlm serve` runs as a process of its own, on this machine only. What each prompt's answer must be is found
+beforehand by the model alone, one prompt at a time. The scenarios:
+
+    clients-64, clients-256   clients that ask again as soon as they have their answer; some send nonsense, or leave
+    slow-readers              clients that ask for large answers and streams, and read nothing
+    half-open                 connections that send nothing, half a head, or half a body
+    kill-server               kill -9 in the middle, feedback included; started again at once
+    kill-upstream             kill -9 of the server that generates, behind a gateway
+    full-disk                 no room for feedback, then room again, then kill -9
+    two-servers               feedback to two servers over one folder
+    clock-jumps               the clock jumps by days and years; the process is frozen for a while
+    sigterm                   SIGTERM with requests in flight
+    memory                    a few clients for ten minutes
+
+Each prints a line. The figures are merged into docs/results/serving.json, so that one can run again by itself. Linux only;
+full-disk mounts a small tmpfs where it may (as root), and otherwise forbids the server's files to grow.
 """
 
 from __future__ import annotations
@@ -17,167 +28,90 @@ import asyncio
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-KINDS = {"chat": 45, "stream": 20, "completion": 10, "sampled": 8, "verify": 7, "malformed": 5, "leave": 5}
-MALFORMED = (
-    b"",
-    b"{",
-    b"\xff\xfe",
-    b"[]",
-    b'{"messages": 5}',
-    b'{"messages": [{"role": "user", "content": ""}]}',
-    b'{"messages": [{"role": "user", "content": "x"}], "no_such_field": 1}',
-    b'{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}',
-    b'{"messages": [{"role": "user", "content": "x"}], "sdm": {"alpha": 7}}',
-)
-TEMPERATURE, MAX_BATCH = 1.0, 16
+import serving_faults as faults
+from serving_clients import KINDS, TEMPERATURE, Case, Tally, client
+from serving_faults import Bench
+from serving_server import Server, serving
+
+MAX_BATCH = 16
+DISK_KB = 256
+Scenario = Callable[[Bench], Coroutine[Any, Any, dict[str, Any]]]
 
 
-@dataclass
-class Case:
-    """A request, and what its answer must say: text, verdict and decision."""
+async def stress(server: Server, cases: list[Case], clients: int, seconds: float) -> tuple[Tally, list[float]]:
+    """Many clients at once, for some time; what they saw, and the server's memory, every second."""
+    tally, memory, until = Tally(), [], time.monotonic() + seconds
 
-    prompt: str
-    seed: int | None
-    expected: tuple[str, str, bool]
+    async def watch() -> None:
+        while time.monotonic() < until:
+            memory.append(server.memory())
+            await asyncio.sleep(1)
 
-
-@dataclass
-class Tally:
-    """What the clients saw."""
-
-    answers: Counter[str] = field(default_factory=Counter)
-    wrong: list[Any] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of plain chat
-    refused: int = 0  # 429
-    tokens: int = 0
-    memory: list[float] = field(default_factory=list)  # MB, every second
+    everybody = [client(server.port, cases, until, random.Random(n), tally) for n in range(clients)]
+    await asyncio.gather(watch(), *everybody)
+    return tally, memory
 
 
-async def http(port: int, path: str, body: bytes, leave_after: float | None = None) -> tuple[int, bytes]:
-    """One request on a connection of its own; with `leave_after` the client leaves before it has read the answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        if leave_after is not None:
-            await asyncio.sleep(leave_after)
-            return 0, b""
-        answer = await asyncio.wait_for(reader.read(-1), 120)
-    finally:
-        writer.close()
-    first, _, rest = answer.partition(b"\r\n\r\n")
-    status = int(first.split(b" ", 2)[1])
-    return status, _dechunked(rest) if b"chunked" in first.lower() else rest
+def summary(tally: Tally, memory: list[float], seconds: float) -> dict[str, Any]:
+    """Figures of `stress`."""
+    quarter = max(1, len(memory) // 4)
+    ordered = sorted(tally.seconds)
+    before, after = statistics.median(memory[quarter : 2 * quarter]), statistics.median(memory[-quarter:])
+    return {
+        "answers": sum(tally.answers.values()),
+        "by kind": dict(sorted(tally.answers.items())),
+        "answers per second": sum(tally.answers[k] for k in KINDS if k not in ("malformed", "leave")) / seconds,
+        "p50 seconds": ordered[len(ordered) // 2],
+        "p99 seconds": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "refused 429": tally.refused,
+        "wrong": len(tally.wrong),
+        "lost": len(tally.lost),
+        "doubled": tally.doubled,
+        "examples": [str(each)[:300] for each in (*tally.wrong[:3], *tally.lost[:3])],
+        # After the first quarter, in which caches fill.
+        "memory MB": [before, after],
+        "memory flat": after < 1.02 * before + 4,
+    }
 
 
-def _dechunked(data: bytes) -> bytes:
-    out = b""
-    while data:
-        size, _, data = data.partition(b"\r\n")
-        n = int(size, 16)
-        if n == 0:
-            return out
-        out, data = out + data[:n], data[n + 2 :]
-    raise ValueError("the answer ended in its middle")
+def many(clients: int, seconds: float | None = None) -> Scenario:
+    """A scenario of `stress`."""
+
+    async def run(bench: Bench) -> dict[str, Any]:
+        lasts = bench.seconds if seconds is None else seconds
+        with serving(bench.folder, "--max-batch", str(MAX_BATCH)) as server:
+            tally, memory = await stress(server, bench.cases, clients, lasts)
+        found = summary(tally, memory, lasts)
+        return {"clients": clients, "seconds": lasts, **found, "passed": tally.clean and found["memory flat"]}
+
+    return run
 
 
-async def client(port: int, cases: list[Case], until: float, rng: random.Random, tally: Tally) -> None:
-    """Ask until the time is up."""
-    while time.monotonic() < until:
-        (kind,) = rng.choices([*KINDS], [*KINDS.values()])
-        case = rng.choice([c for c in cases if (c.seed is not None) == (kind == "sampled")])
-        start = time.perf_counter()
-        try:
-            status, body = await ask(port, kind, case, rng)
-        except (OSError, TimeoutError, ValueError, IndexError) as error:
-            tally.lost.append(f"{kind}: {type(error).__name__} {error}")
-            continue
-        if status == 429:
-            tally.refused += 1
-            await asyncio.sleep(0.1)
-            continue
-        if kind == "chat":
-            tally.seconds.append(time.perf_counter() - start)
-        tally.answers[kind] += 1
-        if problem := judge(kind, case, status, body, tally):
-            tally.wrong.append((kind, case.prompt, problem))
+async def full_disk(bench: Bench) -> dict[str, Any]:
+    """With a disk of its own where that is allowed."""
+    return await faults.full_disk(bench, DISK_KB if os.geteuid() == 0 else None)
 
 
-async def ask(port: int, kind: str, case: Case, rng: random.Random) -> tuple[int, bytes]:
-    """A request of some kind."""
-    messages = [{"role": "user", "content": case.prompt}]
-    chat, options = "/v1/chat/completions", {"sdm": {"neighbors": 1}}
-    if kind == "malformed":
-        return await http(port, chat, rng.choice(MALFORMED))
-    if kind == "completion":
-        return await http(port, "/v1/completions", json.dumps({"prompt": case.prompt, **options}).encode())
-    if kind == "verify":
-        given = {"messages": messages, "completion": case.expected[0]}
-        return await http(port, "/v1/verify", json.dumps({**given, **options}).encode())
-    payload: dict[str, Any] = {"messages": messages, **options}
-    if kind == "sampled":
-        payload |= {"temperature": TEMPERATURE, "seed": case.seed}
-    if kind == "leave":
-        payload["stream"] = rng.random() < 0.5
-        return await http(port, chat, json.dumps(payload).encode(), rng.uniform(0, 0.3))
-    payload["stream"] = kind == "stream"
-    return await http(port, chat, json.dumps(payload).encode())
-
-
-def judge(kind: str, case: Case, status: int, body: bytes, tally: Tally) -> str | None:
-    """What is wrong with an answer, if anything."""
-    if kind == "leave":
-        return None
-    if kind == "malformed":
-        said = json.loads(body)["error"]
-        return None if status == 400 and said["message"] else f"status {status} for a malformed body"
-    if status != 200:
-        return f"status {status}: {body[:200]!r}"
-    if kind == "stream":
-        lines = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
-        if lines[-1] != "[DONE]":
-            return "the stream has no end"
-        chunks = [json.loads(line) for line in lines[:-1]]
-        text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
-        evidence = chunks[-1]["choices"][0]["sdm"]
-    elif kind == "verify":
-        evidence = json.loads(body)["data"][0]
-        text = evidence["text"]
-    else:
-        answer = json.loads(body)
-        choice = answer["choices"][0]
-        text = choice["text"] if kind == "completion" else choice["message"]["content"]
-        evidence = choice["sdm"]
-        tally.tokens += answer["usage"]["completion_tokens"]
-    found = (text, evidence["verdict"], evidence["accepted"])
-    return None if found == case.expected else f"{found} in place of {case.expected}"
-
-
-async def watch(pid: int, until: float, tally: Tally) -> None:
-    """The server's memory."""
-    while time.monotonic() < until:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        tally.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-        await asyncio.sleep(1)
-
-
-async def stress(port: int, pid: int, cases: list[Case], clients: int, seconds: float, seed: int = 0) -> Tally:
-    """Many clients at once, for some time."""
-    tally, until = Tally(), time.monotonic() + seconds
-    everybody = [client(port, cases, until, random.Random(seed * 1000 + n), tally) for n in range(clients)]
-    await asyncio.gather(watch(pid, until, tally), *everybody)
-    return tally
+SCENARIOS: dict[str, Scenario] = {
+    "clients-64": many(64),
+    "clients-256": many(256),
+    "slow-readers": faults.slow_readers,
+    "half-open": faults.half_open,
+    "kill-server": faults.kill_server,
+    "kill-upstream": faults.kill_upstream,
+    "full-disk": full_disk,
+    "two-servers": faults.two_servers,
+    "clock-jumps": faults.clock_jumps,
+    "sigterm": faults.sigterm,
+}
 
 
 def make_cases(lm: Any, prompts: list[str], sampled: int) -> list[Case]:
@@ -219,42 +153,35 @@ def alone(lm: Any, prompts: list[str]) -> dict[str, float]:
         writing.append(middle - start)
         judging.append(time.perf_counter() - middle)
     wrote, judged = (statistics.median(times[1:]) for times in (writing, judging))
-    return {"answers_per_second": MAX_BATCH / (wrote + judged), "judging_over_writing": judged / wrote}
+    return {"answers per second": MAX_BATCH / (wrote + judged), "judging over writing": judged / wrote}
 
 
-def summary(tally: Tally, seconds: float) -> dict[str, Any]:
-    """Figures of a run."""
-    quarter = max(1, len(tally.memory) // 4)
-    ordered = sorted(tally.seconds)
-    return {
-        "answers": sum(tally.answers.values()),
-        "by_kind": dict(sorted(tally.answers.items())),
-        "answers_per_second": sum(tally.answers[k] for k in KINDS if k not in ("malformed", "leave")) / seconds,
-        "p50_seconds": ordered[len(ordered) // 2],
-        "p99_seconds": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "refused_429": tally.refused,
-        "wrong": len(tally.wrong),
-        "lost": len(tally.lost),
-        # After the first quarter, in which caches fill.
-        "memory_mb": [
-            statistics.median(tally.memory[quarter : 2 * quarter]),
-            statistics.median(tally.memory[-quarter:]),
-        ],
-    }
+def line(name: str, found: dict[str, Any]) -> str:
+    """A scenario in a line."""
+    shown = {k: v for k, v in found.items() if k not in ("passed", "examples", "by kind", "load average")}
+    parts = (f"{key} {_short(value)}" for key, value in shown.items())
+    return f"{name}: {'passed' if found['passed'] else 'NOT PASSED'}. {'; '.join(parts)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_short, value)) + "]"
+    return str(value)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="DIR")
     parser.add_argument("--prompts", metavar="FILE", help="prompts, one a line")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "serving.json"))
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*SCENARIOS, "memory"], help="these scenarios")
+    parser.add_argument("--seconds", type=float, default=60, help="of a scenario (60)")
+    parser.add_argument("--memory-seconds", type=float, default=600, help="of the scenario memory (600)")
+    parser.add_argument("--output", default=str(Path(__file__).parents[1] / "docs" / "results" / "serving.json"))
     args = parser.parse_args()
 
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
     from sdmlm import SDMLanguageModel
     from sdmlm.server.info import examples
@@ -265,43 +192,21 @@ def main() -> None:
         raise SystemExit("The model's support does not tell prompts apart: give --prompts.")
     cases, without = make_cases(lm, prompts[:48], 16), alone(lm, prompts)
     del lm
-    command = [sys.executable, "-m", "sdmlm.cli", "serve", args.model, "--port", "0", "--max-batch", str(MAX_BATCH)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        port = int(server.stdout.readline().rpartition(":")[2])
-        try:
-            tally = asyncio.run(stress(port, server.pid, cases, args.clients, args.seconds))
-        finally:
-            server.send_signal(signal.SIGTERM)
-    found = summary(tally, args.seconds)
-    before, after = found["memory_mb"]
-    flat = after < 1.02 * before + 4
-    table = Table("what", "value", title=f"{args.clients} clients for {args.seconds:g} s, {Path(args.model).name}")
-    rows = {
-        "answers": f"{found['answers']} ({', '.join(f'{n} {k}' for k, n in found['by_kind'].items())})",
-        "wrong, lost": f"{found['wrong']}, {found['lost']}",
-        "answers a second": f"{found['answers_per_second']:.1f}",
-        f"the model alone, batches of {MAX_BATCH}": f"{without['answers_per_second']:.1f}",
-        "latency p50, p99": f"{found['p50_seconds']:.2f} s, {found['p99_seconds']:.2f} s",
-        "judging / writing": f"{without['judging_over_writing']:.3f}",
-        "memory of the server": f"{before:.0f} MB, at the end {after:.0f} MB",
-        "refused (429)": str(found["refused_429"]),
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
-    for line in [*tally.wrong[:5], *tally.lost[:5]]:
-        print(line, file=sys.stderr)
-    facts = {
-        "machine": {"threads": torch.get_num_threads(), "torch": torch.__version__, "cores": os.cpu_count()},
-        "model": Path(args.model).name,
-        "clients": args.clients,
-        "seconds": args.seconds,
-        "server": found,
-        "alone": without,
-    }
-    Path(args.output).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    if tally.wrong or tally.lost or not flat:
+    output, failed = Path(args.output), False
+    results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    results["machine"] = {"threads": torch.get_num_threads(), "torch": torch.__version__, "cores": os.cpu_count()}
+    results["model"] = {"name": Path(args.model).name, "cases": len(cases), "alone": without}
+    scenarios = {**SCENARIOS, "memory": many(8, args.memory_seconds)}
+    with tempfile.TemporaryDirectory(prefix="sdmlm-serving-") as scratch:
+        bench = Bench(Path(args.model), cases, Path(scratch), seconds=args.seconds)
+        for name in args.only or scenarios:
+            found = asyncio.run(scenarios[name](bench))
+            found["load average"] = os.getloadavg()[0]
+            print(line(name, found), flush=True)
+            results.setdefault("scenarios", {})[name] = found
+            output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            failed |= not found["passed"]
+    if failed:
         sys.exit("Not passed.")
 
 

@@ -26,6 +26,7 @@ from tiny_sdm_lm import calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.server.app import make_app
+from sdmlm.server.connections import watched
 from sdmlm.server.model import Model
 from sdmlm.server.settings import ServerSettings
 
@@ -79,7 +80,8 @@ def served(folder: Path, name: str = NAME, **settings: Any) -> Iterator[Served]:
     model = Model(lm, name, chosen)
     listening = socket.create_server((chosen.host, 0))
     host, port = listening.getsockname()[:2]
-    config = uvicorn.Config(make_app(model, chosen), log_level="error", access_log=False)
+    http = watched(chosen.timeout)
+    config = uvicorn.Config(make_app(model, chosen), log_level="error", access_log=False, http=http, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

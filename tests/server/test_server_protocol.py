@@ -123,7 +123,8 @@ def test_values_that_ask_for_nothing_pass(neutral: dict[str, Any]) -> None:
         ({"best_of": True}, "best_of"),
         ({"n": 0}, "n"),
         ({"n": 2}, "n"),  # all the same at temperature 0
-        ({"n": 1.0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 1e300}, "n"),
         ({"n": 129, "temperature": 1}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
@@ -177,6 +178,13 @@ def test_what_is_wrong_is_refused_by_its_name(fields: dict[str, Any], param: str
     error = refusal(read_chat, {**HELLO, **fields})
     assert error.param == param
     assert error.body()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_whole_number_may_be_spelled_with_a_point() -> None:
+    """JSON has one kind of number: 2.0 is the whole number 2."""
+    asked = chat(n=2.0, temperature=1, seed=-3.0, max_tokens=1e3)
+    assert (asked.n, asked.seed, asked.max_tokens) == (2, -3, 1000)
+    assert all(isinstance(value, int) for value in (asked.n, asked.seed, asked.max_tokens))
 
 
 def test_messages() -> None:

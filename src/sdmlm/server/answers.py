@@ -11,14 +11,14 @@ from typing import Any
 from sdmlm.server.protocol import Ask
 from sdmlm.server.work import Judged
 
-_TEXT_FIELDS = ("text", "completion", "generated")
+TEXT_FIELDS = ("text", "completion", "generated")
 
 
 def evidence(judged: Judged, withheld: bool = False) -> dict[str, Any]:
     """What the SDM layer says about an answer, and the region that decided; without the text where that is withheld."""
     fields = judged.verification.to_dict()
     if withheld:
-        fields.update(dict.fromkeys(_TEXT_FIELDS))
+        fields.update(dict.fromkeys(TEXT_FIELDS))
     return {**fields, "region": judged.region}
 
 

@@ -22,6 +22,7 @@ from sdmlm.server.fields import Body, read_json
 from sdmlm.server.gateway import Gateway
 from sdmlm.server.metrics import Metrics
 from sdmlm.server.model import Model, OnText
+from sdmlm.server.openapi import describe_api
 from sdmlm.server.settings import ServerSettings
 from sdmlm.server.streaming import AnswerStream
 from sdmlm.server.web import LEFT, ErrorAnswer, GuardMiddleware, JSONAnswer, StreamAnswer, read_body, unless_left
@@ -190,6 +191,10 @@ def add_metadata(app: FastAPI, service: Service) -> None:
     @app.get("/v1/sdm")
     async def sdm() -> Response:
         return JSONAnswer(service.model.info)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONAnswer(describe_api(service.model.name, service.settings))
 
     @app.get("/health")
     async def health() -> Response:

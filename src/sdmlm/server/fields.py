@@ -67,6 +67,8 @@ def whole(body: Body, name: str, low: int, high: int, where: str = "") -> int | 
     value = body.get(name)
     if value is None:
         return None
+    if isinstance(value, float) and value.is_integer():  # 1.0 and 1e3 are whole numbers of JSON
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise refused(
             where + name, f"'{where}{name}' is {_shown(value)} but must be a whole number from {low} to {high}."

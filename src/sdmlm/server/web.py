@@ -26,7 +26,7 @@ LEFT = 499  # status in the metrics for a client that disconnected; never sent
 ALL_READ = "sdmlm.all_read"  # in a scope: its body has come in whole
 LINGER_BYTES, LINGER_SECONDS = 64_000_000, 5.0
 ROUTES = {
-    "/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/verify", "/v1/feedback", "/v1/sdm",
+    "/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/verify", "/v1/feedback", "/v1/sdm",
 }  # fmt: skip
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",

@@ -165,10 +165,7 @@ def make_server(app: Any, settings: ServerSettings, what: str, listening: socket
     """A server that prints its address when it is ready."""
     import uvicorn
 
-    from sdmlm.server.connections import WatchedProtocol
-
-    class Protocol(WatchedProtocol):
-        seconds = settings.timeout
+    from sdmlm.server.connections import watched
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -183,7 +180,7 @@ def make_server(app: Any, settings: ServerSettings, what: str, listening: socket
         access_log=False,  # paths and clients are for a proxy's log; counts are at /metrics
         timeout_graceful_shutdown=int(settings.timeout) + 5,
         server_header=False,
-        http=Protocol,
+        http=watched(settings.timeout),
         ws="none",
     )
     return Server(config)
