@@ -138,7 +138,7 @@ async def patient(
     greedy = [case for case in cases if case.seed is None]
     while time.monotonic() < until:
         (kind,), case = rng.choices([*PLAIN], [*PLAIN.values()]), rng.choice(greedy)
-        first = time.monotonic()
+        first, pause = time.monotonic(), PAUSE
         while True:
             asked = time.monotonic()
             why = await once(port, kind, case, rng, tally, asked)
@@ -148,7 +148,8 @@ async def patient(
             if time.monotonic() > first + seconds:
                 tally.lost.append(f"{kind}: {why} for {seconds:g} s")
                 break
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
 
 async def once(port: int, kind: str, case: Case, rng: random.Random, tally: Tally, asked: float) -> str | None:

@@ -74,7 +74,7 @@ def as_described(described: Any, path: str, method: str, answer: Answer) -> None
 
 
 def modest(body: Any) -> Any:
-    """The same request with less to do."""
+    """The same request with less to do, and with the one rule that no schema can say: the last message is to be answered."""
     small = dict(body)
     if isinstance(small.get("n"), int | float):
         small["n"] = min(small["n"], 3)
@@ -83,6 +83,10 @@ def modest(body: Any) -> Any:
             small[name] = min(small[name], 4)
     if isinstance(small.get("sdm"), dict) and isinstance(small["sdm"].get("budget"), int):
         small["sdm"] = {**small["sdm"], "budget": 1}
+    if isinstance(small.get("messages"), list):
+        small["messages"] = [*small["messages"], {"role": "user", "content": "abc="}]
+    if isinstance(small.get("items"), list):
+        small["items"] = [modest(item) for item in small["items"]]
     return small
 
 
@@ -96,9 +100,8 @@ def test_what_is_described_is_accepted(server: Served, described: Any, path: str
         answer = ask(server.url, path, body)
         seen[answer.status] += 1
         as_described(described, path, "post", answer)
-        if answer.status != 200:  # two rules that no schema can say
-            assert answer.status == 400
-            assert answer.error["code"] == "context_length_exceeded" or "ends with" in answer.error["message"]
+        if answer.status != 200:  # the other rule
+            assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         elif path == "/v1/feedback":
             undone = ask(server.url, f"{path}/{answer.json['id']}", method="DELETE")
             assert undone.status == 200
