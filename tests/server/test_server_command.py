@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -130,3 +131,48 @@ def test_the_folder_of_an_estimator_is_called_by_its_name(capsys: pytest.Capture
     assert "is a saved SDMEstimator, which judges embeddings, not a language model" in said
     assert "sdmlm score" in said
     assert "calibrate" not in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="--restart works on Linux")
+def test_restart(tmp_path: Path) -> None:
+    """Killed, it is there again on the same port, with the feedback; clients that come meanwhile wait."""
+    folder = shutil.copytree(trained(), tmp_path / "model")
+    given = {"prompt": "abc=", "completion": "abd.", "label": False}
+
+    def child_of(running: subprocess.Popen[str]) -> int:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        wait_until(lambda: children.read_text() != "")
+        return int(children.read_text())
+
+    with process(str(folder), "--restart") as (running, url):
+        first = child_of(running)
+        id = ask(url, "/v1/feedback", given).json["id"]
+        os.kill(first, signal.SIGKILL)
+        assert chat(url, "abc=").status == 200  # it waited
+        assert child_of(running) != first
+        document = {"prompt": "abc=", "completion": "abd.", "sdm": {"neighbors": 1}}
+        assert ask(url, "/v1/verify", document).json["data"][0]["exemplars"][0]["id"] == id
+        assert ask(url, "/v1/feedback", given).json["id"] == id
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 0
+        assert running.stderr is not None
+        assert "the server was killed (signal 9): starting it again" in running.stderr.read()
+    with process(str(folder), "--restart") as (running, url):
+        running.kill()  # nobody is left to start it again: the child ends too
+
+        def gone() -> bool:
+            try:
+                return ask(url, "/health").status == 0
+            except OSError:
+                return True
+
+        wait_until(gone, 60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="--restart works on Linux")
+def test_restart_passes_on_what_went_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sdmlm.cli", "serve", str(tmp_path), "--port", "0", "--restart"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has no sdm/ folder" in done.stderr
+    assert done.stderr.count("sdmlm:") == 1

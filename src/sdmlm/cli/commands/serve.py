@@ -32,6 +32,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="what clients must send (default: $SDMLM_API_KEY, if set)")
     parser.add_argument("--alpha", type=float, metavar="A", help="another default alpha than the model's")
     parser.add_argument("--device", metavar="D", help="torch device, e.g. cpu or cuda (a GPU where there is one)")
+    parser.add_argument("--restart", action="store_true", help="start again at once when it is killed (Linux)")
     group = parser.add_argument_group("limits")
     group.add_argument("--max-batch", type=int, default=16, metavar="N", help="answers written at once (16)")
     group.add_argument("--max-queue", type=int, default=256, metavar="N", help="answers that may wait (256)")
@@ -57,7 +58,12 @@ def run(args: argparse.Namespace) -> None:
     # Before the model is loaded: a port in use is known at once.
     listening = listen(settings)
     try:
-        _serve(args, settings, listening)
+        if args.restart:
+            from sdmlm.server.supervisor import keep_running
+
+            keep_running(lambda: _serve(args, settings, listening), common.warn)
+        else:
+            _serve(args, settings, listening)
     finally:
         listening.close()
 
