@@ -10,6 +10,7 @@ beforehand by the model alone, one prompt at a time. The scenarios:
     slow-readers              clients that ask for large answers and streams, and read nothing
     half-open                 connections that send nothing, half a head, or half a body
     kill-server               kill -9 in the middle, feedback included; started again at once
+    kill-restarting           the same with --restart: it starts again by itself
     kill-upstream             kill -9 of the server that generates, behind a gateway
     full-disk                 no room for feedback, then room again, then kill -9
     two-servers               feedback to two servers over one folder
@@ -106,6 +107,7 @@ SCENARIOS: dict[str, Scenario] = {
     "slow-readers": faults.slow_readers,
     "half-open": faults.half_open,
     "kill-server": faults.kill_server,
+    "kill-restarting": faults.kill_restarting,
     "kill-upstream": faults.kill_upstream,
     "full-disk": full_disk,
     "two-servers": faults.two_servers,

@@ -144,35 +144,39 @@ async def half_open(bench: Bench) -> dict[str, Any]:
         return await holding(bench, server, [b"", body[:30], body] * 100)
 
 
-async def kill_server(bench: Bench) -> dict[str, Any]:
-    """kill -9 while clients ask and give feedback; somebody starts it again at once."""
+async def kill_server(bench: Bench, restart: bool = False) -> dict[str, Any]:
+    """kill -9 while clients ask and give feedback; somebody starts it again at once, or it does so itself (`restart`)."""
     folder, tally = bench.copy("kill-server"), Tally()
     givers = Givers(bench.prompts())
-    recoveries, starts, computing = [], [], []
+    recoveries, computing = [], []
     # Feedback changes verdicts, and rightly so: only the texts are known beforehand.
     texts = [Case(c.prompt, c.seed, (c.expected[0], None, None)) for c in bench.cases]
     asking = dataclasses.replace(bench, cases=texts).asking
-    with serving(folder) as server:
+    with serving(folder, *(["--restart"] if restart else [])) as server:
         until = time.monotonic() + 3600
         giving = [asyncio.ensure_future(givers.give(server.port, f"killed-{n}", until)) for n in range(2)]
         for kill in range(bench.kills):
             async with asking(server.port, bench.seconds / bench.kills, tally):
                 await asyncio.sleep(random.Random(kill).uniform(0.3, 0.7) * bench.seconds / bench.kills)
-                await thread(server.kill)
                 killed = time.monotonic()
-                starts.append(await thread(server.start))
-                computing.append(server.cpu())
-            while tally.recovered(killed) is None and time.monotonic() < killed + 60:
+                if restart:
+                    server.kill_child()
+                else:
+                    await thread(server.kill)
+                    await thread(server.start)
+                    computing.append(server.cpu())
+            while tally.recovered(killed) is None and time.monotonic() < killed + 120:
                 async with asking(server.port, 1.0, tally):
                     pass
             recoveries.append(tally.recovered(killed))
         givers.stopped = True
         await asyncio.gather(*giving)
+        if restart:
+            server.stop()
     feedback = givers.compare(feedback_on_disk(folder))
     found = {
         "kills": bench.kills,
         "recovery seconds": recoveries,
-        "start seconds": starts,
         "computing seconds of a start": computing,
         "feedback": feedback,
         "feedback sent again": dict(givers.repeats),
@@ -180,6 +184,11 @@ async def kill_server(bench: Bench) -> dict[str, Any]:
     }
     stored = not feedback["lost"] and not feedback["doubled"] and feedback["acknowledged"] > 0
     return {**found, "passed": tally.clean and stored and None not in recoveries}
+
+
+async def kill_restarting(bench: Bench) -> dict[str, Any]:
+    """kill -9 of a server that starts again by itself."""
+    return await kill_server(bench, restart=True)
 
 
 async def kill_upstream(bench: Bench) -> dict[str, Any]:

@@ -57,6 +57,14 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    def kill_child(self) -> None:
+        """kill -9 of the process that serves, where its parent starts it again (--restart)."""
+        os.kill(self.child(), signal.SIGKILL)
+
+    def child(self) -> int:
+        """The id of the process that serves below its parent."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
     def stop(self) -> tuple[int, float]:
         """SIGTERM; its exit status, and the seconds it took."""
         start = time.monotonic()

@@ -69,6 +69,16 @@ def test_the_estimator_given_stays_as_it_is(estimator: SDMEstimator, tmp_path: P
     assert with_feedback(estimator, ()) is estimator
 
 
+def test_other_documents_with_the_same_text_are_told_apart() -> None:
+    """Text that spells control tokens decodes like the tokens themselves."""
+    h = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    log = FeedbackLog().added("text", 1, h[0])
+    assert log.find("text", 1, h[0] * (1 + 1e-5)) is log.items[0]  # computed on another machine
+    assert log.find("text", 1, h[1]) is None
+    assert log.find("text", 0, h[0]) is None
+    assert log.find("other", 1, h[0]) is None
+
+
 def killed_at(step: int, folder: Path, log: FeedbackLog) -> bool:
     """Save in a process that dies, without any clean-up, before its nth operation on files; whether it acknowledged."""
     read, write = os.pipe()

@@ -15,9 +15,11 @@ from sdm_lm_checks import PROMPTS, all_same, same
 from tiny_sdm_lm import calibration_rows
 
 from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search
+from sdmlm.errors import NoSuchFeedback
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
 from sdmlm.generation import feedback as feedback_module
 from sdmlm.language_model.sdm_folder import layer_sha256
+from sdmlm.storage.artifacts import locked
 
 # Feedback
 
@@ -71,6 +73,61 @@ def test_two_processes_give_feedback_and_none_is_lost(copied: Path) -> None:
     with pytest.raises(ValueError, match="changed by another process"):
         two.feedback("abf=", "abf", True)
     assert SDMLanguageModel.from_pretrained(copied).feedback_ids == ["feedback:1"]
+
+
+def test_the_same_feedback_counts_once(copied: Path) -> None:
+    """Also after a restart, and where another process gave it: whoever got no answer may send it again."""
+    lm, other = SDMLanguageModel.from_pretrained(copied), SDMLanguageModel.from_pretrained(copied)
+    id = lm.feedback("abc=", "abc", True)
+    digest = lm.digest()
+    assert lm.feedback("abc=", "abc", "yes") == id
+    assert other.feedback("abc=", "abc", True) == id
+    assert SDMLanguageModel.from_pretrained(copied).feedback("abc=", "abc", True) == id
+    again = SDMLanguageModel.from_pretrained(copied)
+    assert again.feedback_ids == lm.feedback_ids == other.feedback_ids == [id]
+    assert again.digest() == lm.digest() == other.digest() == digest
+    ids = [id, lm.feedback("abc=", "abc", False), lm.feedback("abc=", "abd", True), lm.feedback("abd=", "abc", True)]
+    assert lm.feedback_ids == ids
+    assert len(set(ids)) == 4
+    lm.undo_feedback(id)
+    assert lm.feedback("abc=", "abc", True) not in ids  # taken back and given again
+
+
+def test_what_others_store_is_seen_when_asked_for(copied: Path) -> None:
+    lm, other = SDMLanguageModel.from_pretrained(copied), SDMLanguageModel.from_pretrained(copied)
+    sdm = copied / "sdm"
+    assert other.feedback_store.refresh(sdm) is None
+    id = lm.feedback("abc=", "abc", False)
+    estimator = other.feedback_store.refresh(sdm)
+    assert estimator is not None
+    assert estimator.digest() == lm.digest()
+    other.estimator = estimator
+    same(other.verify("abc=", "abc"), lm.verify("abc=", "abc"))
+    assert other.feedback_store.refresh(sdm) is None  # seen
+    assert lm.feedback_store.refresh(sdm) is None  # its own
+    assert other.undo_feedback(id) == id
+    assert lm.feedback_store.refresh(sdm).digest() == other.digest()
+    with pytest.raises(NoSuchFeedback):
+        lm.undo_feedback(id)
+    other.feedback("abd=", "abd", True, save=False)
+    lm.feedback("abe=", "abe", True)
+    assert other.feedback_store.refresh(sdm) is None  # it holds some that was not saved, which would be lost
+
+
+def test_a_process_that_stops_while_it_stores_does_not_stop_others(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, sdm = SDMLanguageModel.from_pretrained(copied), copied / "sdm"
+    other = SDMLanguageModel.from_pretrained(copied)
+    monkeypatch.setattr(feedback_module, "LOCK_SECONDS", 0.1)
+    other.feedback("abc=", "abc", True)
+    with locked(sdm):  # as a process that was frozen would hold it
+        with pytest.raises(OSError, match="another process has been writing feedback for too long"):
+            lm.feedback("abd=", "abd", True)
+        assert lm.feedback_store.refresh(sdm) is None  # does not wait
+    assert lm.feedback_ids == []
+    assert lm.feedback_store.refresh(sdm) is not None
+    assert lm.feedback("abd=", "abd", True) == "feedback:2"
 
 
 def test_feedback_at_the_same_moment_is_not_lost(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

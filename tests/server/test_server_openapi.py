@@ -155,11 +155,8 @@ def test_every_route_is_described(server: Served, described: Any) -> None:
     from sdmlm.server.app import make_app
 
     page = {"/", "/{name}", "/openapi.json"}
-    routes = {
-        (r.path.replace(":path", ""), m.lower())
-        for r in make_app(server.model, ServerSettings()).routes
-        for m in r.methods
-    }
+    app: Any = make_app(server.model, ServerSettings())
+    routes = {(route.path.replace(":path", ""), m.lower()) for route in app.routes for m in route.methods}
     written = {(path, method) for path, methods in described["paths"].items() for method in methods}
     assert {(path, method) for path, method in routes if path not in page and method != "head"} == written
 

@@ -311,6 +311,35 @@ def test_feedback_changes_the_model_and_can_be_undone(tmp_path: Path) -> None:
     model.close(20)
 
 
+def test_two_servers_over_one_folder_know_the_feedback_of_both(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained(), tmp_path / "model"))
+    one, two = (Model(SDMLanguageModel.from_pretrained(folder), "tiny", ServerSettings()) for _ in range(2))
+
+    async def work() -> None:
+        document = GivenAnswer([{"role": "user", "content": "abc="}], "abd")
+        id, size = await one.feedback(FeedbackRequest(document, False))
+        (judged,) = await two.verify([document], SdmOptions(neighbors=1))
+        assert judged.verification.exemplars[0].id == id
+        assert two.info["support_size"] == size
+        await two.undo_feedback(id)
+        (judged,) = await one.verify([document], SdmOptions(neighbors=1))
+        assert judged.verification.exemplars[0].id != id
+        assert one.info["support_size"] == size - 1
+        with pytest.raises(ApiError) as error:
+            await one.undo_feedback(id)
+        assert error.value.status == 404
+        # What cannot be read is said in the log, and answers go on with what is known.
+        await two.feedback(FeedbackRequest(document, False))
+        (tensors,) = (folder / "sdm" / "feedback").glob("*.safetensors")
+        tensors.write_bytes(b"damaged")
+        (again,) = await one.verify([document], SdmOptions(neighbors=1))
+        assert again.verification.exemplars == judged.verification.exemplars
+
+    run(work)
+    one.close(20)
+    two.close(20)
+
+
 def test_info(lm: SDMLanguageModel) -> None:
     info = describe(lm, "tiny")
     layer = lm.estimator.layers_[0]

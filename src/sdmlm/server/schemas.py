@@ -15,6 +15,7 @@ from sdmlm.generation.measured import Measured
 from sdmlm.generation.verification import Verification
 from sdmlm.server import protocol
 from sdmlm.server.answers import TEXT_FIELDS
+from sdmlm.server.metrics import OUTCOMES
 
 Schema = dict[str, Any]
 PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
@@ -221,6 +222,7 @@ def requests(model: str) -> dict[str, Schema]:
 EVIDENCE = of_dataclass(Verification, without=("yes",)) | {
     **{name: or_null(STRING) for name in TEXT_FIELDS},  # null where an answer is withheld
     "verified": FLAG,
+    "outcome": {"enum": [name.replace("_", " ") for name in OUTCOMES]},
     "region": ref("Region"),
 }
 CHOICE = {"index": COUNT, "logprobs": {"type": "null"}}
@@ -281,6 +283,15 @@ SCHEMAS: dict[str, Schema] = {
     "ModelCard": MODEL_CARD,
     "Models": record({"object": const("list"), "data": array(ref("ModelCard"))}),
     "Measured": record(of_dataclass(Measured), description="Counts over one test set."),
+    "Certificate": record(
+        {
+            **{name: {"type": "number"} for name in ("alpha", "delta", "epsilon")},
+            "threshold": NUMBER,
+            **dict.fromkeys(("prompts", "right", "accepted", "accepted_right"), COUNT),
+            "says": STRING,
+        },
+        description="The rule that decides which answers are verified.",
+    ),
     "Info": record(
         {
             "model": STRING,
@@ -297,6 +308,7 @@ SCHEMAS: dict[str, Schema] = {
             "examples": array(STRING),
             "control_tokens": array(STRING),
             "measured": array(ref("Measured")),
+            "certificate": or_null(ref("Certificate")),
         }
     ),
     "Health": record({"status": {"enum": ["ok", "failed"]}, "version": STRING}),
