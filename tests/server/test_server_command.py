@@ -176,3 +176,23 @@ def test_restart_passes_on_what_went_wrong(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "has no sdm/ folder" in done.stderr
     assert done.stderr.count("sdmlm:") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="--restart works on Linux")
+@pytest.mark.parametrize(
+    ("serve", "status", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", 1, "The server was killed 5 times in a row (signal 9): giving up."),
+        ("sys.exit(3)", 3, ""),
+        ("None", 0, ""),
+    ],
+)
+def test_a_server_that_is_killed_again_and_again(serve: str, status: int, said: str) -> None:
+    code = (
+        "import os, sys\nfrom sdmlm.server import supervisor\nsupervisor.NEEDED = ()\n"
+        f"supervisor.keep_running(lambda: {serve}, print)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert said in done.stderr
+    assert done.stdout.count("starting it again") == (4 if said else 0)

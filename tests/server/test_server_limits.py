@@ -129,7 +129,7 @@ def test_a_client_that_leaves_the_queue_is_not_worked_for(server: Served, slow: 
 
 def test_keys() -> None:
     with served(trained(), api_key="secret") as server:
-        for path in ("/v1/models", "/v1/sdm", "/metrics"):
+        for path in ("/v1/models", "/v1/sdm", "/metrics", "/openapi.json"):
             for headers in (
                 {},
                 {"Authorization": "Bearer wrong"},

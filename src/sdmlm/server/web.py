@@ -187,7 +187,7 @@ class GuardMiddleware:
                 return ApiError(421, "This server answers only to localhost.", code="misdirected_request")
             return None
         path = _route_path(scope)
-        if path.count("/") == 1 and path != "/metrics":  # the page with its files, and /health
+        if path.count("/") == 1 and path not in ("/metrics", "/openapi.json"):  # the page with its files, and /health
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
