@@ -309,6 +309,7 @@ SCHEMAS: dict[str, Schema] = {
             "control_tokens": array(STRING),
             "measured": array(ref("Measured")),
             "certificate": or_null(ref("Certificate")),
+            "documents": {**STRING, "description": "What the SDM layer was fitted over."},
         }
     ),
     "Health": record({"status": {"enum": ["ok", "failed"]}, "version": STRING}),
