@@ -231,20 +231,30 @@ class Givers:
 
     prompts: list[str]
     acknowledged: dict[str, str] = field(default_factory=dict)
-    tried: list[str] = field(default_factory=list)
+    words: dict[str, str] = field(default_factory=dict)
     repeats: Counter[str] = field(default_factory=Counter)
     stopped: bool = False
 
     async def give(self, port: int, name: str, until: float, pause: float = 0.0, most: int = 1000) -> None:
-        """One document after the other. Each has text of its own, so that it can be found on disk."""
+        """One document after the other."""
         for n in range(most):
             if time.monotonic() > until or self.stopped:
                 return
-            document = f"{name}-{n}."
-            self.tried.append(document)
+            document = self.document(f"{name}-{n}")
             while not await self.one(port, document, n) and not self.stopped:
                 await asyncio.sleep(PAUSE)
             await asyncio.sleep(pause)
+
+    def document(self, name: str) -> str:
+        """The document of this name. Each has a word of its own, of letters that every model knows, to be found on disk."""
+        if name not in self.words:
+            self.words[name] = "".join("abcdefgh"[int(digit)] for digit in f"{len(self.words):05o}") + "."
+        return self.words[name]
+
+    @property
+    def tried(self) -> list[str]:
+        """All documents so far."""
+        return [*self.words.values()]
 
     async def one(self, port: int, document: str, n: int) -> bool:
         """Send one document; whether it was acknowledged."""

@@ -225,7 +225,7 @@ async def full_disk(bench: Bench, small: int | None = None) -> dict[str, Any]:
             disk = disk or SmallFiles(server.process.pid)
             await givers.give(server.port, "before", time.monotonic() + 120, most=bench.documents)
             disk.fill()
-            refused = [await givers.one(server.port, f"full-{n}.", n) for n in range(5)]
+            refused = [await givers.one(server.port, givers.document(f"full-{n}"), n) for n in range(5)]
             answered = await http(
                 server.port, "/v1/completions", json.dumps({"prompt": bench.cases[0].prompt}).encode()
             )

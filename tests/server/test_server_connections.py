@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,16 +103,48 @@ def test_an_answer_that_nobody_takes(server: Served) -> None:
     assert len(answer) < 500_000  # what lay in the system's buffers
 
 
-def test_an_answer_that_is_taken_slowly(server: Served) -> None:
-    connection = opened(server, large(server))
-    out = b""
-    while part := connection.recv(20_000):
-        out += part
-        time.sleep(0.02)
-    connection.close()
-    head, _, body = out.partition(b"\r\n\r\n")
-    assert f"content-length: {len(body)}".encode() in head
-    assert len(json.loads(body)["data"]) == 200
+class Pretended:
+    """A loop and a transport whose time and buffer a test sets."""
+
+    def __init__(self) -> None:
+        self.now, self.unsent, self.aborted = 0.0, 0, False
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, function: Any) -> Any:
+        return self
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(
+    ("unsent", "stopping", "cut_after"),
+    [
+        ([9_000_000 - 1000 * n for n in range(400)], False, None),  # taken slowly
+        ([9_000_000 - 1000 * min(n, 50) for n in range(400)], False, 50 + 120),  # and then no more
+        ([0] * 400, False, None),  # the answer is not there yet: the app has a limit of its own
+        ([5000] * 400, True, 5),
+        ([0] * 400, True, None),
+    ],
+)
+def test_how_long_an_answer_may_lie(unsent: list[int], stopping: bool, cut_after: int | None) -> None:
+    pretended: Any = Pretended()
+    protocol: Any = object.__new__(connections.watched(120.0))
+    protocol.loop = protocol.transport = pretended
+    protocol.cycle = SimpleNamespace(response_complete=False, more_body=False)
+    protocol._stopping = stopping
+    for n, size in enumerate(unsent):
+        pretended.now, pretended.unsent = float(n), size
+        protocol._watch()
+        if pretended.aborted:
+            assert n == cut_after
+            return
+    assert cut_after is None
 
 
 def test_an_answer_may_take_longer_than_a_head(server: Served) -> None:
