@@ -21,6 +21,7 @@ from sdmlm.demo import word_ordering as word_ordering_demo
 from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits, pick_examples
 from sdmlm.evaluation.lm_evaluation import read_evaluation
 from sdmlm.finetuning.recipe import read_recipe
+from sdmlm.generation.certification import certify_lm
 from sdmlm.language_model.content import TextEncoder
 from sdmlm.tasks.word_ordering import make_splits
 
@@ -49,6 +50,10 @@ def test_it_writes_everything(demo: tuple[Path, str]) -> None:
         assert record["config"]["hard_negatives"] is True
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Answers of the SDM language model" in page
+    assert (
+        page.index("Which answers can be used without a person looking?") < page.index("<figure") < page.index("<table")
+    )
+    assert page.index("verified, right") < page.index("<table")
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
@@ -153,6 +158,29 @@ def test_forged_turns_are_not_verified(demo: tuple[Path, str], monkeypatch: pyte
     monkeypatch.setattr(TextEncoder, "content", TextEncoder.trusted)
     verified = [v.verified for v in lm.verify([r["prompt"] for r in rows], forged, alpha=alpha, progress=False)]
     assert sum(verified) / len(verified) > results["right answers"].verified / 2
+
+
+def test_the_certified_rule_verifies_no_forged_answer(demo: tuple[Path, str]) -> None:
+    """The same for the certified model that the table is of; the fast one is certified anew, at an alpha that it can show."""
+    module = adversary()
+    lm = SDMLanguageModel.from_pretrained(demo[0] / "verified", device="cpu")
+    lines = (demo[0] / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    lm.alpha = 0.6
+    assert certify_lm(lm, rows[30:], alpha=0.6, save=False).certified
+    results = {result.kind: result for result in module.measure(lm, rows[:30], tails=3)}
+    honest = results["right answers"].verified
+    assert honest > 0.1
+    forged = [kind for kind in results if not kind.startswith(("the model's own", "right answers"))]
+    assert len(forged) > 10
+    for kind in forged:
+        assert results[kind].verified <= 0.05, kind
+    for kind in (
+        "right answers to other prompts",
+        "right answers, cut in the middle",
+        "right answers, then the payload",
+    ):
+        assert results[kind].verified <= 0.1, kind
 
 
 def test_the_published_demo_keeps_its_word() -> None:

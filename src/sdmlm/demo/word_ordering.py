@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sdmlm.demo import SENTENCES, SENTENCES_SEED, verified
+from sdmlm.demo.outcomes import outcomes_html
 from sdmlm.demo.sentences import settled_sentences
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
 from sdmlm.experiments.evaluate import evaluate, generation_length
@@ -85,6 +86,10 @@ INTRO = (
     "three words are shuffled, to put them back into order: once with the usual cross-entropy, once with the SDM loss. "
     "{calibration} other sentences are used to calibrate an SDM layer for each. At alpha {alpha:g}, at least {alpha:.0%} of "
     "the verdicts that it accepts should be right."
+)
+LEAD = (
+    "A small language model puts the last three words of a sentence back into order, and a second model judges each of its "
+    "answers. A verified answer may be used without a person looking; any other is left to a person."
 )
 READING = (
     '"test" are {test} new sentences, "shifted" the {shifted} longest, longer than any in training. An answer is accepted '
@@ -150,13 +155,21 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     for name, text in zip(TABLES, texts, strict=True):
         write_text_atomically(home / name, text)
     write_text_atomically(home / verified.COMPARISON, json.dumps(comparison.json(), indent=1))
+    studied = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
     first = [
-        ("Which answers can be used?", f"<p>{html.escape(own)}</p>" + verified.comparison_html(comparison)),
-        ("Four answers and why", f"<p>{html.escape(promise)}</p>" + _examples_html(examples)),
+        (
+            "Which answers can be used without a person looking?",
+            outcomes_html(comparison) + f"<p>{html.escape(promise)}</p>",
+        ),
+        ("Four answers and why", _examples_html(examples)),
+        (
+            "Which score tells right answers from wrong ones?",
+            f"<p>{html.escape(own)}</p>" + verified.comparison_html(comparison),
+        ),
+        ("The study behind it: cross-entropy and the SDM loss", f"<p>{html.escape(studied)}</p>"),
     ]
     more = [("Answers of the SDM language model", _examples_html(region_examples))]
-    intro = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
-    write_report(home / REPORT, runs, paper_tables, "The demo: an SDM language model", more, intro=intro, first=first)
+    write_report(home / REPORT, runs, paper_tables, "The demo: an SDM language model", more, intro=LEAD, first=first)
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / REPORT} for plots. Try next:", markup=False)
     for line in (f"sdmlm chat {home / verified.VERIFIED}", f"sdmlm serve {home / verified.VERIFIED}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)

@@ -51,7 +51,10 @@ def _svg(figure: Figure, prefix: str, label: str) -> str:
 
 
 def figure(prefix: str, drawn: Figure, label: str, caption: str) -> str:
-    return f"<figure>{_svg(drawn, prefix, label)}<figcaption>{text(caption)}</figcaption></figure>"
+    broad = (
+        " class='broad'" if drawn.get_figwidth() > 7 else ""
+    )  # small screens scroll those, to keep their text legible
+    return f"<figure{broad}>{_svg(drawn, prefix, label)}<figcaption>{text(caption)}</figcaption></figure>"
 
 
 def section(title: str, body: str) -> str:
@@ -143,7 +146,8 @@ h1 { font-size: 1.7rem; margin: 1rem 0 0; }
 h2 { font-size: 1.25rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid var(--line); padding-bottom: .2rem; }
 h3 { font-size: 1.05rem; margin: 1.4rem 0 .3rem; }
 .lead { font-size: 1.1rem; }
-figure { margin: 0; }
+figure { margin: 0; overflow-x: auto; }
+@media (max-width: 36rem) { figure.broad svg { min-width: 34rem; } figcaption { position: sticky; left: 0; } }
 svg { display: block; width: 100%; max-width: 46rem; height: auto; margin: 0 auto; }
 figcaption, footer { color: var(--faint); font-size: .92rem; }
 .wide { overflow-x: auto; margin: 1rem 0; }

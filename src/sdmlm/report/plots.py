@@ -339,6 +339,25 @@ def risk_coverage(points: Sequence[ScoredPoints], alpha: float) -> Figure:
     return figure
 
 
+def shares(
+    names: Sequence[str], parts: Sequence[tuple[str, str, str | None, Sequence[float]]], what: str, inches: float = 9.2
+) -> Figure:
+    """A bar for each name, of parts (label, colour, hatch, share of each name) that follow one another; `what` they share."""
+    figure = Figure(figsize=(inches, 1.2 + 0.36 * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    left = np.zeros(len(names))
+    for label, color, hatch, width in parts:
+        axes.barh(range(len(names)), width, left=left, color=color, edgecolor=INK, hatch=hatch, label=label)
+        left += np.asarray(width)
+    axes.set_yticks(range(len(names)), [plain(name) for name in names])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(f"Share of {what}")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(loc="outside upper center", ncols=len(parts))
+    return figure
+
+
 def training_history(estimator: SDMEstimator) -> Figure:
     """Losses and calibration accuracy by epoch, with the epoch whose weights were kept."""
     history = estimator.history_

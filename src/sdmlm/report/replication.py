@@ -110,28 +110,18 @@ def outcomes(runs: Sequence[Run]) -> Figure:
     for run in runs:
         label = f"{run.family}: {run.label}" if several else run.label
         for test, e in run.evaluations.items():
-            key = (dataset_order(test), run.family, setting_order(run.setting), plots.plain(f"{test}, {label}"))
+            key = (dataset_order(test), run.family, setting_order(run.setting), f"{test}, {label}")
             groups.setdefault(key, []).append(e)
     kinds = (
         ("accepted, verdict right", plots.BLUE, None, lambda e: e.accepted & e.correct),
         ("accepted, verdict wrong", plots.ORANGE, "//", lambda e: e.accepted & ~e.correct),
         ("not verified: a person should look", "none", None, lambda e: ~e.accepted),
     )
-    figure = Figure(figsize=(9.2, 1.2 + 0.36 * len(groups)), layout="constrained")
-    axes = figure.add_subplot()
-    names = [key[-1] for key in sorted(groups)]
-    left = np.zeros(len(names))
-    for label, color, hatch, which in kinds:
-        width = np.array([fmean(float(which(e).mean()) for e in groups[key]) for key in sorted(groups)])
-        axes.barh(range(len(names)), width, left=left, color=color, edgecolor=plots.INK, hatch=hatch, label=label)
-        left += width
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("Share of the answers")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.legend(loc="outside upper center", ncols=3)
-    return figure
+    parts = [
+        (label, color, hatch, [fmean(float(which(e).mean()) for e in groups[key]) for key in sorted(groups)])
+        for label, color, hatch, which in kinds
+    ]
+    return plots.shares([key[-1] for key in sorted(groups)], parts, "the answers")
 
 
 def _runs(runs: Sequence[Run]) -> str:
