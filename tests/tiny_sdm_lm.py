@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,18 @@ def train(folder: Path, chat: bool = False, peft_config: Any = None, model: Any 
     finally:
         torch.set_num_threads(threads)
     return folder / "model"
+
+
+@contextlib.contextmanager
+def ids_read_by(model: Any) -> Iterator[list[list[int]]]:
+    """Every row of ids that the LM is given, padding included."""
+    rows: list[list[int]] = []
+
+    def keep(module: Any, args: tuple[Any, ...]) -> None:
+        rows.extend(args[0].tolist())
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(keep)
+    try:
+        yield rows
+    finally:
+        handle.remove()

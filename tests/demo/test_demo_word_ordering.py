@@ -162,7 +162,7 @@ def test_forged_turns_are_not_verified(demo: tuple[Path, str], monkeypatch: pyte
 
 def test_the_certified_rule_verifies_no_forged_answer(demo: tuple[Path, str]) -> None:
     """The same for the certified model that the table is of; the fast one is certified anew, at an alpha that it can show."""
-    module = adversary()
+    module = benchmark("adversary")
     lm = SDMLanguageModel.from_pretrained(demo[0] / "verified", device="cpu")
     lines = (demo[0] / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
