@@ -118,18 +118,18 @@ def fine_tune(
     variant: str, seed: int, train: Sequence[Any], calibration: Sequence[Any], epochs: int, folder: str
 ) -> Any:
     """A trainer after training, without the final layer."""
-    settings = {
+    settings: dict[str, Any] = {
         "per_device_train_batch_size": 32,
         "gradient_accumulation_steps": 1,
         "learning_rate": 1e-3,
         "alpha": 0.9,
     }
     settings |= {"exemplar_dim": 256, "sdm_epochs": 50, "sdm_learning_rate": 3e-3, "num_train_epochs": epochs}
-    quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 10, "use_cpu": True}
+    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "logging_steps": 10, "use_cpu": True}
     quiet |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
     config = SDMConfig(folder, seed=seed, loss="ce" if variant == "ce" else "sdm", **settings, **quiet)
     maker = {"crossfit": CrossFitted, "through": Through}.get(variant, SDMTrainer)
-    trainer = maker(BASE_MODEL, config, train, calibration, reward_funcs=reward)
+    trainer: Any = maker(BASE_MODEL, config, train, calibration, reward_funcs=reward)
     trainer.fit_final_layer = lambda: None  # many are fitted in `measure`
     trainer.train()
     trainer.model.eval()
@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     settings = {name: getattr(args, name) for name in ("rows", "calibration_rows", "test_rows", "epochs", "layers")}
-    stored = (
+    stored: dict[str, Any] = (
         json.loads(args.output.read_text(encoding="utf-8"))
         if args.output.exists()
         else {"settings": settings, "runs": []}

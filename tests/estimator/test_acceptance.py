@@ -163,7 +163,7 @@ def test_the_chance_to_pass_is_that_of_scipy(seed):
     errors = rng.integers(0, seen + 1)
     k = rng.integers(0, 40, 5)
     expected = betabinom.cdf(np.minimum(k, n), n, errors + 0.5, seen - errors + 0.5)
-    mine = beta_binomial_cdf(*(v.astype(float) for v in (k, n)), errors + 0.5, seen - errors + 0.5)
+    mine = beta_binomial_cdf(k.astype(float), n.astype(float), errors + 0.5, seen - errors + 0.5)
     np.testing.assert_allclose(mine, expected, atol=1e-9)
     found = Candidates(np.zeros(5), *(v.astype(float) for v in (seen, errors, n)))
     for i, chance in enumerate(found.chances(0.9, 0.05)):
