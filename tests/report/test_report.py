@@ -117,6 +117,21 @@ def test_report_of_a_certified_rule(tmp_path: Path) -> None:
     assert f"accepts {shown.mean():.1%} of the 60 scored points" in page(tmp_path / "s.html").text
 
 
+@pytest.mark.filterwarnings("error")
+def test_names_and_texts_cannot_hide_or_reverse_anything(estimator: SDMEstimator, tmp_path: Path) -> None:
+    """Terminal escapes, bidirectional and zero-width characters are shown as escapes, in figures too."""
+    hidden = "\x1b[2J\x9b\u202e\u200b"
+    path = tmp_path / "report.html"
+    names = [f"name {c}{hidden}" for c in range(len(estimator.classes_))]
+    write_report(path, estimator, title=f"title{hidden}", class_names=names)
+    page = path.read_text(encoding="utf-8")
+    assert not set(hidden) - set("[2J") & set(page)
+    shown = r"\x1b[2J\x9b\u202e\u200b"
+    assert f"title{shown}" in page
+    svg = "".join(re.findall("<svg.*?</svg>", page, re.DOTALL))
+    assert f"name 0{shown}" in svg
+
+
 def test_names_that_matplotlib_would_read_otherwise(estimator: SDMEstimator, tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", estimator, class_names=["a$_$b^$", "_hidden"])
     text = (tmp_path / "r.html").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from sdmlm.estimator.acceptance import Evidence
 from sdmlm.estimator.layer import ALPHA_GRID, activate, confidence_of
 from sdmlm.estimator.region import membership
 from sdmlm.evaluation import metrics
+from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
     from sdmlm.estimator.estimator import SDMEstimator
@@ -196,8 +197,11 @@ def distributions(estimator: SDMEstimator, view: View | None, class_names: Seque
 
 
 def plain(name: str) -> str:
-    """A name for matplotlib, which would read text between dollars as a formula and hide names that start with _."""
-    return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
+    """A name for matplotlib, which would read text between dollars as a formula and hide names that start with _.
+
+    Characters that control a terminal or hide text are shown as escapes.
+    """
+    return ("\u200b" if name.startswith("_") else "") + visible(name).replace("$", r"\$")
 
 
 def _inside(values: Any) -> Any:

@@ -250,7 +250,7 @@ def alpha_curves(runs: Sequence[Run]) -> Figure:
             (handles[plots.plain(run.label)],) = left.plot(alphas, admitted.mean(axis=1), **style)
             right.plot(alphas, accuracy, **style)
         right.plot([0.5, 1.0], [0.5, 1.0], color=plots.INK, linewidth=1.0, linestyle=":")
-        left.set(ylabel=test, ylim=(-0.02, 1.02))
+        left.set(ylabel=plots.plain(test), ylim=(-0.02, 1.02))
         right.set_ylim(-0.02, 1.02)
         for axes in (left, right):
             axes.axvline(runs[0].alpha, color=plots.INK, linewidth=1.0, linestyle="--")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
 from sdmlm.server.settings import ServerSettings, Upstream
+from sdmlm.storage.text_files import visible
 
 if TYPE_CHECKING:
     import uvicorn
@@ -178,7 +179,7 @@ def make_server(app: Any, settings: ServerSettings, what: str, listening: socket
             await super().startup(sockets)
             host, port = listening.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            print(f"Serving {what} on http://{shown}:{port}", flush=True)
+            print(f"Serving {visible(what)} on http://{shown}:{port}", flush=True)
 
     config = uvicorn.Config(
         app,
