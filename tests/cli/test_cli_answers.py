@@ -44,7 +44,7 @@ def test_compare_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None
     scores = {(row["dataset"], row["estimator"]): row for row in found["scores"]}
     names = {name for _, name in scores}
     assert {"mean log-probability", "least log-probability", "P(Yes) of the LM", "self-consistency"} <= names
-    assert {"summed log-probability", "mean log-probability, usual likelihood"} <= names
+    assert {"summed log-probability", "mean log-probability, if usual"} <= names
     assert {"SDM layer of the model", "SDM: the model's own rule", "SDM: region of the papers"} <= names
     rule = scores["test", "SDM: the model's own rule"]
     assert rule["coverage"] > 0.5

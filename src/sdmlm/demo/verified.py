@@ -17,11 +17,11 @@ ALPHA = 0.95
 LAYER: dict[str, Any] = {"alpha": ALPHA, "summary": "states+likelihood", "documents": "own"}
 LOOKED_AT = 300  # examples are chosen among this many answers
 READING = (
-    "Which score tells the language model's right answers from its wrong ones? Each score gets the same certificate: the lowest "
-    "threshold for which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
-    "accepted. A certificate says nothing about inputs of another kind: see what each score accepts of the shifted answers and of "
-    "right answers to other prompts, all of which are wrong here. The model's own rule also requires that the likelihood of an "
-    "answer is usual, as does the line with the mean log-probability and the usual likelihood."
+    "Which score tells the language model's right answers from its wrong ones? Each gets the same certificate: the loosest "
+    "threshold with which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
+    "accepted. A certificate says nothing about inputs of another kind: see what each accepts of the shifted answers and of right "
+    "answers to other prompts, all of which are wrong here. The model's own rule asks also that the likelihood of an answer is "
+    'usual; so do the lines that end in "if usual".'
 )
 
 Example = tuple[str, Mapping[str, str], "Verification"]

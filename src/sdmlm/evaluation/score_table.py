@@ -22,19 +22,16 @@ _HEADS = {  # columns of a printed table: name -> (head, head in LaTeX)
     "auroc": ("AUROC", "AUROC"),
     "aurc": ("AURC", "AURC"),
     "prr": ("PRR", "PRR"),
-    "coverage_at_0.95": ("cov. at 0.95", r"\textsc{Cov.} at 0.95"),
 }
 MAIN = ("accuracy", "coverage", "accuracy_accepted", "auroc", "aurc")
-_MORE = {
+_SAYS = {
+    "accuracy": "acc.: accuracy over all points.",
+    "coverage": "cov.: share of points accepted.",
+    "accuracy_accepted": "acc. accepted: accuracy among them (-: nothing is accepted).",
+    "auroc": "AUROC: chance that a right prediction scores above a wrong one (higher is better; -: all are right or all wrong).",
+    "aurc": "AURC: mean error rate over all shares accepted (lower is better).",
     "prr": "PRR: 1 where the score orders as the truth does, 0 where it says nothing.",
-    "coverage_at_0.95": "cov. at 0.95: the largest share that a threshold on the score can accept at accuracy 0.95, chosen with "
-    "the labels of these points.",
 }
-CAPTION = (
-    "acc.: accuracy over all points. cov.: share of points accepted. acc. accepted: accuracy among them (-: nothing is "
-    "accepted). AUROC: chance that a right prediction scores above a wrong one (higher is better; -: all are right or all "
-    "wrong). AURC: mean error rate over all shares accepted (lower is better)."
-)
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class ScoreTable(RenderedTable):
     @property
     def caption(self) -> str:
         """What the columns mean."""
-        return " ".join([CAPTION, *(_MORE[name] for name in self.columns if name in _MORE)])
+        return " ".join(_SAYS[name] for name in self.columns)
 
     def json(self) -> list[dict[str, Any]]:
         """Plain values; None (null) where a measure is undefined."""
@@ -95,16 +92,18 @@ class ScoreTable(RenderedTable):
         return [_HEADS[name][0] for name in self.columns]
 
     def _text(self) -> TextTable:
+        models = any(row.model for row in self.rows)  # an empty column would only take room
+        names = ("Dataset", "Model", "Estimator") if models else ("Dataset", "Estimator")
         rows = tuple(
             TextRow(
-                (row.dataset, row.model, row.estimator),
+                (row.dataset, row.model, row.estimator) if models else (row.dataset, row.estimator),
                 tuple(CellText(Text(f" {cell}"), cell, (cell,)) for cell in self.cells(row)),
             )
             for row in self.rows
         )
-        heads = " & ".join(["Dataset", "Model", "Estimator", *(_HEADS[name][1] for name in self.columns)])
+        heads = " & ".join([*names, *(_HEADS[name][1] for name in self.columns)])
         return TextTable(
-            ("Dataset", "Model", "Estimator"),
+            names,
             tuple(self.heads),
             rows,
             latex_preamble=(r"% \usepackage{booktabs,graphicx}",),

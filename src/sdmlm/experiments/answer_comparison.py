@@ -42,7 +42,7 @@ SHIFTED, OTHER = "shifted", "answers to other prompts"
 LEAST_ROWS = 90
 RULE, REGION = "SDM: the model's own rule", "SDM: region of the papers"
 BOUNDED = ("mean log-probability", "summed log-probability")  # shown with the bound on unusual likelihood, too
-COLUMNS = ("accuracy", "coverage", "accuracy_accepted", "auroc", "aurc", "prr", "coverage_at_0.95")
+COLUMNS = ("coverage", "accuracy_accepted", "auroc", "aurc", "prr")
 
 
 @dataclass(frozen=True)

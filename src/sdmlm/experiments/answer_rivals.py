@@ -33,8 +33,8 @@ LIKELIHOODS = {
 CONSISTENCY = "self-consistency"
 PROBE = "linear probe on the states"
 OWN_LAYER = "SDM layer of the model"
-FITTED_STATES, FITTED_BOTH = "SDM on states (refitted)", "SDM on states and likelihood (refitted)"
-USUAL = ", usual likelihood"
+FITTED_STATES, FITTED_BOTH = "SDM refitted on states", "SDM refitted, with likelihood"
+USUAL = ", if usual"  # with the bound on unusual likelihood
 
 
 @dataclass(frozen=True)
