@@ -136,7 +136,7 @@ def certificate_reason(
     if not certificate.certified:
         return f"{start}nothing could be certified at alpha {rule.alpha:g}."
     if one.verdict != one.yes:
-        return f"{start}the answer is judged wrong ({seen})."
+        return f"{start}the answer is judged wrong ({seen})." if one.q > 1 else f"{start}the answer is judged wrong."
     if usual < rule.least_distance or (usual <= 0 and rule.epsilon > 0):
         seldom = (
             "all of its known answers are more usual" if usual <= 0 else f"only {usual:.1%} of them are more unusual"
