@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,3 +111,38 @@ def test_too_few_rows_are_named_with_what_is_needed(model: str, capsys: pytest.C
     found = read(capsys)
     assert not found["certified"]
     assert "held-out prompts are needed" in found["says"] or "would be needed" in found["says"]
+
+
+def test_a_replicated_run_has_its_scores_compared_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `sdmlm replicate` does with a run after its evaluations: the answers are not written again."""
+    from sdmlm.evaluation.lm_evaluation import evaluation_file, write_evaluation
+    from sdmlm.experiments import runner
+    from sdmlm.experiments.answer_runs import read_comparison
+    from sdmlm.experiments.evaluate import evaluate
+    from sdmlm.language_model.rows import read_preferences
+    from sdmlm.language_model.sdm_folder import layer_sha256
+
+    lm = SDMLanguageModel.from_pretrained(model, device="cpu")
+    files = {"test": "fresh.jsonl", "shifted": "shifted.jsonl"}
+    rows = {test: read_preferences(path, lm.tags) for test, path in files.items()}
+    task = SimpleNamespace(reward="sdmlm.rewards:exact_match", answer=str, REFERENCE="chosen")
+    for test, some in rows.items():
+        write_evaluation(evaluation_file(model, test), evaluate(lm, task, some.rows, progress=False), {})
+    one: Any = SimpleNamespace(
+        folder=Path(model),
+        settings={"tests": files},
+        layer_sha256=lambda: layer_sha256(Path(model) / "sdm"),
+        test_rows=rows.__getitem__,
+    )
+    monkeypatch.setattr(runner, "SAMPLES", 0)
+    monkeypatch.setattr(lm, "write", None)  # it fails if an answer is generated
+    assert runner._comparable(one)
+    runner._compare(one, lm)
+    assert not runner._comparable(one)
+    stored = read_comparison(Path(model), one.layer_sha256())
+    assert stored is not None
+    found = {(point.dataset, point.estimator): point for point in stored.points}
+    assert {dataset for dataset, _ in found} == {"test", "shifted", "answers to other prompts"}
+    verified = found["test", "SDM: the model's own rule"].accepted
+    assert len(verified) == 100
+    assert verified.mean() > 0.5
