@@ -14,12 +14,12 @@ from torch import Tensor
 # q of the first training epoch: 2 + q = e, and with d = 1 the SDM activation is softmax.
 Q_SOFTMAX = 2.718281828459045 - 2.0
 
-_DEVICES = ("cpu", "cuda", "mps", "xpu")  # that autocast knows
+_DEVICES = ("cpu", "cuda", "mps", "xpu")  # devices with autocast
 
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Arithmetic as it is written, also where a caller rounds products: autocast to half precision, TF32 on a GPU."""
+    """Compute in the precision of the tensors, also if the caller uses autocast to half precision, or TF32 on a GPU."""
     gpu, rounded = torch.cuda.is_available(), [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
     if not gpu and not rounded:  # nothing to change: this is entered a dozen times for a single point
         yield
@@ -50,7 +50,7 @@ def _log_base(z: Tensor, q: Tensor) -> Tensor:
 
 
 def _scaled(z: Tensor, q: Tensor, d: Tensor) -> Tensor:
-    """(z - max z) d ln(2+q): a row's maximum cancels in the softmax, and without it nothing can overflow upwards."""
+    """(z - max z) d ln(2+q): subtracting the maximum of a row does not change the softmax, and avoids overflow."""
     shifted = z - z.detach().amax(dim=-1, keepdim=True)
     # The clamp keeps d = 0 times a difference too large for the dtype at 0 instead of NaN.
     shifted = shifted.clamp(min=torch.finfo(z.dtype).min)

@@ -1,8 +1,8 @@
 """The exemplar adaptor and its training (docs/method.md, 3.1 and 3.3).
 
 h is standardised, h' = g(h) is affine (the published 1-D CNN has kernel width D, so it is applied once: a dense layer),
-and z' is affine in h'. Without a non-linearity in between, z' = (U W) h + (U b + c): training needs h' only once an epoch,
-for q and d, and never inside a step. A step then costs little more than its Adam update.
+and z' is affine in h'. Without a non-linearity in between, z' = (U W) h + (U b + c): training needs h' only once per epoch,
+for q and d, and not in its steps. So a step takes little longer than its Adam update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExemplarAdaptor:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(h' (N, M) float32, z' (N, C) float64) of raw vectors x (N, D).
 
-        z' does not go through h': in double precision, so that it does not depend on how rows are batched.
+        z' is computed from h directly, in double precision, so that it does not depend on the batch.
         """
         if self._direct is None:
             weight, bias = self.out_weight.double(), self.bias.double()
@@ -54,7 +54,7 @@ class ExemplarAdaptor:
 
 @dataclass(frozen=True)
 class Training:
-    """A trained adaptor, its balanced calibration loss, and what every epoch gave."""
+    """A trained adaptor, its balanced calibration loss, and losses and accuracy of every epoch."""
 
     adaptor: ExemplarAdaptor
     loss: float
@@ -69,7 +69,7 @@ def standardization(x: Tensor, center: str) -> tuple[Tensor, Tensor]:
     mean = torch.stack([part.double().sum(dim=0) for part in columns.split(step)]).sum(dim=0) / n
     squares = [(part.double() - mean).square().sum(dim=0) for part in columns.split(step)]
     std = (torch.stack(squares).sum(dim=0) / max(1, n - 1)).sqrt()
-    # A constant column carries nothing; dividing it by 1 leaves it at 0.
+    # A constant column has standard deviation 0; it is divided by 1, so it becomes 0.
     std = torch.where(std > 0, std, torch.ones_like(std))
     return mean.to(x.dtype), std.to(x.dtype)
 
@@ -80,7 +80,7 @@ def balanced_loss(losses: Tensor, labels: Tensor, n_classes: int) -> float:
     return float((sums / torch.bincount(labels, minlength=n_classes)).mean())
 
 
-@torch.inference_mode(False)  # wherever the caller is: optimizers need ordinary tensors
+@torch.inference_mode(False)  # also in a caller's inference mode: optimizers need ordinary tensors
 @full_precision()
 def train_adaptor(
     train: tuple[Tensor, Tensor],
@@ -100,9 +100,9 @@ def train_adaptor(
     """Train g and the linear layer; keep the epoch with the lowest balanced calibration loss.
 
     `train` and `calibration` are (x (N, D), y (N,)). The first epoch uses q = e-2 and d = 1, which is cross-entropy; after
-    every epoch q and d of both splits are recomputed (where that gives d = 0 for all, the first epoch's values go on).
-    With loss="ce" they never are: the adaptor of the baselines. `generator` (on the CPU) draws the initial weights and
-    the order of the batches.
+    every epoch q and d of both splits are recomputed (if all d are 0 then, the values of the first epoch are kept). With
+    loss="ce", for the adaptor of the baselines, they are never recomputed. `generator` (on the CPU) draws the initial
+    weights and the order of the batches.
     """
     (x, y), (x_ca, y_ca) = train, calibration
     mean, std = standardization(x, center)
@@ -120,7 +120,7 @@ def train_adaptor(
     )
     parameters = [weight, bias, out_weight, out_bias]
     for parameter in parameters:
-        # The gradient buffers live as long as the weights: allocating them in every step costs more than filling them.
+        # The gradient buffers are kept: allocating them in every step would take longer than filling them.
         parameter.requires_grad_().grad = torch.zeros_like(parameter)
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, fused=device.type in ("cpu", "cuda"))
     weights = [parameter.detach() for parameter in parameters]  # the same memory, outside autograd
@@ -181,8 +181,8 @@ def train_adaptor(
 def _step(optimizer: torch.optim.Optimizer, weights: list[Tensor], x: Tensor, q: Tensor, d: Tensor, y: Tensor) -> float:
     """One Adam step on the mean SDM loss of a batch; returns that loss.
 
-    Autograd sees only z'; the chain rule from there is a few products. With fewer classes than rows the product U W
-    (C, D) stands between, and nothing of size (batch, M) is ever made.
+    Autograd is used for z' only; the gradients of the weights follow by a few products. With fewer classes than rows, z' is
+    computed by the product U W (C, D), without a tensor of size (batch, M).
     """
     weight, bias, out_weight, out_bias = weights
     composed = len(out_weight) <= len(x)
@@ -191,7 +191,7 @@ def _step(optimizer: torch.optim.Optimizer, weights: list[Tensor], x: Tensor, q:
     else:
         h = F.linear(x, weight, bias)
         z = F.linear(h, out_weight, out_bias)
-    with torch.enable_grad():  # also where the caller has switched gradients off
+    with torch.enable_grad():  # also if the caller has switched gradients off
         loss = sdm_losses(z.requires_grad_(), q, d, y).mean()
         (g,) = torch.autograd.grad(loss, z)
     g_weight, g_bias, g_out_weight, g_out_bias = (p.grad for p in optimizer.param_groups[0]["params"])

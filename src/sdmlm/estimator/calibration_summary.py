@@ -1,4 +1,4 @@
-"""How an estimator does over its own calibration points, in total and by class."""
+"""Measures of an estimator over its own calibration points, in total and by class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdmlm.estimator.region import HighReliabilityRegion
 
 @dataclass(frozen=True)
 class ClassSummary:
-    """The calibration points of one class. `psi` is the class's threshold, infinite where there is no region."""
+    """The calibration points of one class. `psi` is the class's threshold, infinite if there is no region."""
 
     points: int
     loss: float
@@ -40,7 +40,7 @@ class CalibrationSummary:
     accuracy_accepted: float | None
 
     def metrics(self) -> dict[str, float]:
-        """Flat, as training logs have it: the columns of the paper's last table, classes by number."""
+        """A flat dictionary for training logs: the columns of the paper's last table, classes by number."""
         flat = {"sdm_loss": self.loss, "q_min": self.region.q_min}
         for number, one in enumerate(self.classes):
             flat[f"psi_{number}"] = one.psi
@@ -51,7 +51,7 @@ class CalibrationSummary:
         return flat
 
     def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """Nested, as the commands print it, with the classes by name."""
+        """A nested dictionary for the JSON of commands, with the classes by name."""
         by_name = dict(zip(class_names, self.classes, strict=True))
         return {
             **self.region.to_dict(class_names),
@@ -101,5 +101,5 @@ def summarize_calibration(estimator: SDMEstimator) -> CalibrationSummary:
 
 def highest_alpha_with_region(estimator: SDMEstimator) -> float | None:
     """The largest alpha of the usual grid at which anything can be accepted, None if there is none."""
-    descending = reversed(ALPHA_GRID)  # each region costs a run of Algorithm 1: stop at the first
+    descending = reversed(ALPHA_GRID)  # each region takes a run of Algorithm 1: stop at the first
     return next((alpha for alpha in descending if math.isfinite(estimator.region(alpha).q_min)), None)

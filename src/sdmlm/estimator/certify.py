@@ -1,11 +1,10 @@
-"""A certificate for the accepted: learn, then test.
+"""A certificate for the high-reliability region, by tests on points that were not used to find it.
 
-The high-reliability region is an estimate. A certificate needs points that played no part in finding it. For each
-threshold t of a grid fixed beforehand, the region with q'_min = t is tested, for each predicted class, against "its accuracy
-is below alpha": given how many of the points it accepts, the errors among them are binomial, so the test is exact. A
-region passes when every class does (an intersection-union test, which needs no correction over classes), at the level
-delta / (size of the grid) (Bonferroni over thresholds). So with probability at least 1 - delta no region that passes falls
-short of alpha, and the loosest one may be picked after the fact.
+For each threshold t of a grid that is fixed beforehand, the region with q'_min = t is tested, for each predicted class, against
+"its accuracy is below alpha": given how many points it accepts, the number of errors among them is binomial, so the test is
+exact. A region passes if every class does (an intersection-union test, which needs no correction over classes), at the level
+delta / (size of the grid) (Bonferroni over thresholds). So with probability at least 1 - delta, no region that passes has an
+accuracy below alpha, and the loosest of them may be chosen.
 """
 
 from __future__ import annotations
@@ -43,9 +42,20 @@ class ThresholdTest:
 
 @dataclass(frozen=True)
 class Certificate:
-    """`region` is the certified one, or None if no threshold passed; `tests` shows every test that was made.
+    """A certified region with its tests.
 
-    `classes` are the predicted classes that it covers; all others the region rejects.
+    Attributes
+    ----------
+    alpha, delta : float
+        The accuracy, and the probability with which the certificate may be wrong.
+    classes : tuple of int
+        The predicted classes that are covered; the region rejects all others.
+    region : HighReliabilityRegion or None
+        The certified region; None if no threshold passed.
+    tests : tuple of ThresholdTest
+        Every test that was made.
+    estimator : str or None
+        The digest of the estimator that it was made for.
     """
 
     alpha: float
@@ -70,7 +80,7 @@ class Certificate:
         return self.sentence()
 
     def sentence(self, class_names: Sequence[str] | None = None) -> str:
-        """What is certified, in words."""
+        """The certificate in words."""
         if self.region is None:
             fix = "no number of points can show that nothing is ever wrong" if self.alpha == 1 else "give more points"
             some = ", or only some of the classes" if len(self.classes) > 1 else ""
@@ -112,7 +122,7 @@ class Certificate:
 def threshold_grid(
     region: HighReliabilityRegion, calibration_q_prime: NDArray[np.float64], size: int = 10
 ) -> list[float]:
-    """At most `size` thresholds from q'_min up, at even quantiles of the calibration q' (never of the test's)."""
+    """At most `size` thresholds from q'_min on, at even quantiles of the calibration q' (never of the points of the test)."""
     values = calibration_q_prime[calibration_q_prime >= region.q_min]
     if math.isinf(region.q_min) or len(values) == 0:
         return []
@@ -129,7 +139,7 @@ def certify_region(
     delta: float = 0.05,
     classes: Sequence[int] | None = None,
 ) -> Certificate:
-    """Test `region` at every threshold of `grid` on points with true `labels`; see the module's text.
+    """Test `region` at every threshold of `grid` on points with true `labels`; see the module docstring.
 
     Only predictions in `classes` (default: all) are covered; the certified region rejects all others.
     """

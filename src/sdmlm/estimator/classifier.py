@@ -1,4 +1,4 @@
-"""SDMClassifier: the SDM estimator with scikit-learn's manners."""
+"""SDMClassifier: the SDM estimator as a scikit-learn classifier."""
 
 from __future__ import annotations
 
@@ -16,11 +16,26 @@ from sdmlm.estimator.scores import Scores
 
 
 class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A classifier that knows when not to answer. Parameters are those of `SDMEstimator`; labels may be anything.
+    """A scikit-learn classifier that also says which of its predictions can be accepted.
 
-    `predict` always answers. `predict_selective` also says which answers are accepted by the certified rule: at least alpha
-    of them are right, with probability 1 - delta.
+    `predict` gives a label for every point. `predict_selective` also says which of them are accepted: with probability 1 -
+    delta, at least alpha of the accepted ones are right.
 
+    Parameters
+    ----------
+    alpha, promise, delta, epsilon, rule, combine, distance, rounds, learning_rate, epochs, exemplar_dim, batch_size, center,
+    seed, device, max_q, index, progress
+        As for `SDMEstimator`.
+
+    Attributes
+    ----------
+    classes_ : ndarray
+        The labels, sorted; they may be of any kind.
+    estimator_ : SDMEstimator
+        The fitted estimator.
+
+    Examples
+    --------
     >>> from sklearn.datasets import load_iris
     >>> X, y = load_iris(return_X_y=True)
     >>> classifier = SDMClassifier(alpha=0.9).fit(X, y)
@@ -83,7 +98,7 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def scores(self, X: ArrayLike) -> Scores:
-        """Everything the estimator says about X; its predictions are indices into `classes_`."""
+        """The scores of the estimator for X; their predictions are indices into `classes_`."""
         check_is_fitted(self)
         return self.estimator_.score(validate_data(self, X, dtype=np.float32, reset=False))
 
@@ -103,8 +118,8 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The SDM output, (N, C).
 
-        Far from the support it is uniform. The predicted class then stands out by a rounding error, so that
-        the largest entry is the prediction here as with every scikit-learn classifier.
+        Far from the support it is uniform. The predicted class is then larger by a rounding error, so that the largest entry
+        is always the prediction, as with every scikit-learn classifier.
         """
         scores = self.scores(X)
         return _led_by(scores.p.copy(), scores.prediction, least=0.0)
@@ -112,7 +127,7 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """The logits of the SDM output, d ln(2+q) z', (N, C); for two classes their difference (N,).
 
-        They order points as `predict_proba` does, and where d = 0 they too keep a trace of the prediction.
+        They order points as `predict_proba` does, and if d = 0, the predicted class is larger by a rounding error here too.
         """
         scores = self.scores(X)
         logits = scores.z * (scores.d * np.log(2.0 + scores.q))[:, None]
@@ -126,7 +141,7 @@ class SDMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _led_by(values: NDArray[np.float64], prediction: NDArray[np.int64], least: float) -> NDArray[np.float64]:
-    """Where the prediction shares the largest value with other classes, these give way by one rounding error."""
+    """Where other classes have the same largest value as the prediction, lower theirs by one rounding error."""
     rows = np.arange(len(values))
     top = values[rows, prediction]
     tied = values >= top[:, None]

@@ -1,8 +1,8 @@
 """An exemplar adaptor without a learning rate: the exact minimum of the first epoch's loss (docs/method.md, 3.4).
 
 In the first epoch of training q = e-2 and d = 1, so the SDM loss is cross-entropy, and z' is affine in h: the loss is convex.
-L-BFGS finds its minimum with an L2 penalty. The exemplar vector h' holds the class scores z' beside the standardised
-input, so neighbours are alike in both: h' = [z' / scale; h / sqrt(D)].
+L-BFGS finds its minimum with an L2 penalty. The exemplar vector h' holds the class scores z' and the standardised input, so
+neighbours are similar in both: h' = [z' / scale; h / sqrt(D)].
 
 Further epochs with q and d were tried and did not help (docs/log.md, 2026-11-18).
 """
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 Split = tuple[Tensor, Tensor]  # (x (N, D), y (N,))
 
 INVERSE_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)
-MAX_COMPONENTS = 384  # a wider input enters h' by its principal components
+MAX_COMPONENTS = 384  # of a wider input, h' has the first principal components
 _ITERATIONS = 300
 
 
@@ -82,10 +82,10 @@ def principal_components(x: Floats, most: int = MAX_COMPONENTS) -> Floats:
 def _minimum(x: Floats, y: NDArray[np.int64], n_classes: int, inverse_penalty: float) -> tuple[Floats, Floats]:
     """(weights (C, D), biases (C,)) of penalised multinomial logistic regression."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # near the minimum is near enough
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a point near the minimum is good enough
         model = LogisticRegression(C=inverse_penalty, max_iter=_ITERATIONS).fit(x, y)
     weight, bias = model.coef_, model.intercept_
-    if len(weight) == 1:  # two classes: one score, shared out
+    if len(weight) == 1:  # two classes: one score, split between them
         weight, bias = np.concatenate([-weight / 2, weight / 2]), np.concatenate([-bias / 2, bias / 2])
     assert len(weight) == n_classes
     return weight, bias

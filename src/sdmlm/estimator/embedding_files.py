@@ -1,4 +1,4 @@
-"""Embedding files: .npz, .parquet or .jsonl with vectors, labels and what belongs to them (docs/data-formats.md).
+"""Embedding files: .npz, .parquet or .jsonl with vectors, labels, ids, texts and logits (docs/data-formats.md).
 
 | meaning                     | .npz array             | .parquet / .jsonl column |
 |-----------------------------|------------------------|--------------------------|
@@ -34,7 +34,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Embeddings:
-    """The contents of an embedding file. `y` are class indices into `class_names`, -1 for a label that is not there."""
+    """The contents of an embedding file. `y` are indices into `class_names`, -1 for a label that is not among them."""
 
     X: NDArray[np.float32]
     y: NDArray[np.int64] | None
@@ -47,7 +47,7 @@ class Embeddings:
         return len(self.X)
 
     def documents(self) -> dict[int | str, str]:
-        """id -> text, empty where the file has no texts."""
+        """The texts by id; empty if the file has no texts."""
         return dict(zip(self.ids, self.texts or [], strict=False))
 
     def labels(self, path: str | Path) -> NDArray[np.int64]:

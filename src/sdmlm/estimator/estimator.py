@@ -34,34 +34,34 @@ Labelled = tuple[ArrayLike, ArrayLike] | tuple[ArrayLike, ArrayLike, Sequence[Do
 
 
 class SDMEstimator(Scoring):
-    """Says of each prediction whether it can be accepted without a person looking, and why.
+    """A classifier over embeddings that says for each prediction whether it can be accepted without a person looking, and why.
 
-    Over any embeddings, for any number of classes. The defaults need no setting: columns are standardised, the penalty of
-    the classifier is chosen on the data, cross-fitted SDM layers are averaged, and part of the points is held out to
+    It works with embeddings of any kind and any number of classes. No setting is needed: columns are standardised, the penalty
+    of the classifier is chosen on the data, cross-fitted SDM layers are averaged, and part of the points is held out to
     certify the rule by which predictions are accepted. `SDMEstimator.published()` has the settings of the papers.
 
     Parameters
     ----------
     alpha : float, default=0.95
-        The accuracy that the accepted predictions are to have; in (0.5, 1].
+        The accuracy that accepted predictions are to have; in (0.5, 1].
     promise : {"overall", "predicted", "class"}, default="overall"
         What alpha holds for: all accepted predictions, each predicted class, or each predicted and each true class.
     delta : float, default=0.05
-        The chance that the promise does not hold.
+        The probability that the promise does not hold.
     epsilon : float, default=0.05
-        The share of known points that the Distance bound gives up, so that points unlike them are rejected.
+        The share of known points that the Distance bound may reject, so that points unlike them are rejected too.
     rule : {"certified", "region", "region lower"}, default="certified"
-        What decides `accepted`: the certified rule, the high-reliability (HR) region of the papers, or HR lower.
+        The rule for `accepted`: the certified rule, the high-reliability (HR) region of the papers, or HR lower.
     combine : {"average", "best", "all"}, default="average"
         Average cross-fitted layers; or keep the best of `rounds` layers, as published; or keep all and accept what
         all of them accept as the same class (an ensemble).
     distance : {"whitened", "exemplar"}, default="whitened"
-        Where Distance is measured: in whitened h, or between exemplar vectors h', as published.
+        The vectors in which Distance is measured: whitened h, or exemplar vectors h', as published.
     rounds : int, optional
         Random partitions whose layers are averaged (default 4), or rounds to choose from (default 1).
     learning_rate, epochs, exemplar_dim : optional
-        With a learning rate, layers are trained by Adam with the SDM loss, as published, for so many epochs and with
-        exemplar vectors so wide (default 200 and 1000). Without, they are the minimum of a convex loss.
+        With a learning rate, layers are trained by Adam with the SDM loss, as published, for this number of epochs and with
+        exemplar vectors of this width (default 200 and 1000). Without one, they are the minimum of a convex loss.
     batch_size : int, default=50
         Points per Adam step.
     center : {"feature", "global"}, default="feature"
@@ -69,13 +69,13 @@ class SDMEstimator(Scoring):
     seed : int, default=0
         The same seed gives the same result.
     device : str or torch.device, optional
-        By default a CUDA GPU where there is one.
+        By default a CUDA GPU if there is one.
     max_q : int, optional
         A cap on q; the published code had 2048.
     index : {"exact", "faiss"}, default="exact"
         "faiss" is an approximate index for supports beyond a million vectors (extra `faiss`).
     progress : bool, default=True
-        Show a progress bar while fitting, where there is a terminal.
+        Show a progress bar while fitting, if there is a terminal.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class SDMEstimator(Scoring):
     calibration_ : Points
         Signals of the calibration points, out of sample.
     layers_ : list of SDMLayer
-        The fitted layers; the best first where they are not averaged.
+        The fitted layers; the best first if they are not averaged.
 
     Examples
     --------
@@ -142,7 +142,7 @@ class SDMEstimator(Scoring):
 
     @classmethod
     def published(cls, **changes: Any) -> SDMEstimator:
-        """An estimator with the settings of the papers, but for `changes`: the best of ten trained layers, and its HR region."""
+        """An estimator with the settings of the papers and `changes` to them: the best of ten trained layers, and its region."""
         return cls(**{**PUBLISHED, **changes})
 
     # Fitting
@@ -163,10 +163,10 @@ class SDMEstimator(Scoring):
         """Fit on embeddings X (N, D) and labels y (N,) of any kind.
 
         ids: names of the points (default: 0..N-1). documents: texts by id, and class_names: names of the classes, both for
-        `explain`. held_out: labelled points (X, y) for the certificate, which play no other part; by default some of X are
-        set aside. ood: known out-of-distribution points, near which nothing is accepted. calibration: (X, y) or (X, y,
+        `explain`. held_out: labelled points (X, y) that are used for the certificate only; by default some of X are
+        held out. ood: known out-of-distribution points, near which nothing is accepted. calibration: (X, y) or (X, y,
         ids), the fixed calibration split of a single layer (combine "best" or "all"). groups (N,): points of one group, such
-        as the documents of a prompt, always stay on the same side of a split. on_epoch is called with the figures of every
+        as the documents of a prompt, always stay on the same side of a split. on_epoch is called with the losses of every
         epoch or layer.
         """
         check_parameters(self)
@@ -260,7 +260,7 @@ class SDMEstimator(Scoring):
         ids: Sequence[DocumentId] | None = None,
         documents: Mapping[DocumentId, str] | None = None,
     ) -> SDMEstimator:
-        """Let labelled points join the support: q, d and the region change, weights and predictions do not.
+        """Add labelled points to the support: q, d and the region change, weights and predictions do not.
 
         A label outside the classes marks a known out-of-distribution region: such a point can only end a run of q.
         """
@@ -286,7 +286,7 @@ class SDMEstimator(Scoring):
         ids: Sequence[DocumentId] | None = None,
         documents: Mapping[DocumentId, str] | None = None,
     ) -> SDMEstimator:
-        """A copy to which `add_to_support` was applied; this estimator stays as it is."""
+        """A copy to which `add_to_support` was applied; this estimator does not change."""
         self._check_fitted()
         new = copy.copy(self)
         new.documents_ = dict(self.documents_)

@@ -32,7 +32,7 @@ class Exemplar:
 
 @dataclass(frozen=True)
 class Peers:
-    """The calibration points of the same partition: the same prediction and the same decision."""
+    """The calibration points with the same prediction and the same decision."""
 
     count: int
     accuracy: float  # NaN where there are none
@@ -41,7 +41,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything a person needs to trust or doubt one decision."""
+    """The decision about one point, with the reason, the signals and similar points."""
 
     decision: str  # "accepted", "rejected" or "out of distribution"
     reason: str
@@ -73,7 +73,7 @@ def certified_reason(scores: Scores, i: int, rule: CertifiedRule, class_names: S
             f"from them (d {scores.d[i]:.2f}, at least {rule.least_distance:.2f})."
         )
     if q == 0:
-        return f"Not accepted: the most similar known example is not one that was rightly predicted {name} (q = 0)."
+        return f"Not accepted: the most similar known example is not {name}, or was not predicted {name} (q = 0)."
     if not rule.certified:
         return f"Not accepted: {rule.sentence()}"
     if not rule.near_enough(scores.d[i : i + 1])[0]:
@@ -93,26 +93,24 @@ def reason(scores: Scores, i: int, region: HighReliabilityRegion, class_names: S
     """One plain sentence on the decision about point i by the high-reliability region."""
     c, q, q_prime, p = int(scores.prediction[i]), int(scores.q[i]), scores.q_prime[i], scores.probability[i]
     name = f"class {c}" if class_names is None else f'"{class_names[c]}"'
-    agree = f"the nearest {q} training documents are" if q > 1 else "only the nearest training document is"
+    agree = f"the {q} most similar known examples were all" if q > 1 else "only the most similar known example was"
+    agree += f" predicted {name}, and rightly so"
     if scores.accepted[i]:
         return (
-            f"Accepted as {name} at alpha {region.alpha:g}: {agree} rightly predicted as {name} (q' {q_prime:.4g}, at least "
-            f"{region.q_min:.4g}), at distance quantile d {scores.d[i]:.2f}, with SDM output {p:.4f} (at least {region.psi[c]:.4f})."
+            f"Accepted as {name} at alpha {region.alpha:g}: {agree} (q' {q_prime:.4g}, at least {region.q_min:.4g}), at distance "
+            f"quantile d {scores.d[i]:.2f}, with SDM output {p:.4f} (at least {region.psi[c]:.4f})."
         )
     if q == 0:
         return (
-            f"Rejected as out of distribution: the nearest training document is not one that is rightly predicted as "
-            f"{name} (q = 0)."
+            f"Rejected as out of distribution: the most similar known example is not {name}, or was not predicted {name} "
+            "(q = 0)."
         )
     if math.isinf(region.q_min):
         return f"Rejected: at alpha {region.alpha:g} there is no high-reliability region, so nothing is accepted."
     if q_prime < region.q_min:
-        return (
-            f"Rejected: {agree} rightly predicted as {name}, which gives q' {q_prime:.4g}, below the {region.q_min:.4g} "
-            f"that alpha {region.alpha:g} asks for."
-        )
+        return f"Rejected: {agree}, which gives q' {q_prime:.4g}, below the {region.q_min:.4g} that alpha {region.alpha:g} asks for."
     if math.isinf(region.psi[c]):  # of a calibrated search, or a certificate over some classes
-        return f"Rejected: here no verdict {name} is accepted, however sure."
+        return f"Rejected: no verdict {name} is accepted here, whatever its output."
     if p < region.psi[c]:
         return f"Rejected: the SDM output {p:.4f} for {name} is below its threshold psi {region.psi[c]:.4f}."
     return f"Rejected: another class also reaches its threshold, or another model of the ensemble disagrees on {name}."
@@ -131,8 +129,8 @@ def explain_points(
 ) -> list[Explanation]:
     """Explanations of raw vectors x (N, D) with their scores; k exemplars and k peers each.
 
-    Neighbours are those of `layer`; `model` decides, which is that layer or an average over several. `rule`: the certified
-    rule, where it is what decides.
+    Neighbours are those of `layer`; decisions are those of `model`, which is that layer or an average over several. `rule`: the
+    certified rule, if decisions follow one.
     """
     region, ca = model.region(alpha), _calibration_of(layer, model)
     vectors, _ = layer.adaptor(x)

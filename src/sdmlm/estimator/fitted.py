@@ -1,4 +1,4 @@
-"""What every fitted estimator has: its layers, the points they were fitted over, and where it computes."""
+"""The part of a fitted estimator that holds its layers: their properties, the device, and the support."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FittedLayers:
         self._forget_rules()
 
     def _forget_rules(self) -> None:
-        """Drop certified rules and the held-out scores behind them: after a change of the support they are out of date."""
+        """Drop cached certified rules and held-out scores; they are no longer valid after a change of the support."""
         self._rules: dict[float, CertifiedRule] = {}
         self._held_out_evidence: Evidence | None = None
 
@@ -68,7 +68,7 @@ class FittedLayers:
 
     def torch_device(self) -> torch.device:
         device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return torch.device("cpu") if device.type == "mps" else device  # which has no double precision
+        return torch.device("cpu") if device.type == "mps" else device  # mps has no double precision
 
     def make_support(self) -> MakeSupport:
         if self.index == "faiss":
@@ -82,7 +82,7 @@ class FittedLayers:
         return float_matrix(values, name, self.torch_device(), width, allow_empty)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that were chosen automatically or given, as they were used."""
+        """The settings that the fit used, given or chosen automatically."""
         self._check_fitted()
         last = self.layers_[0].history[-1] if self.layers_[0].history else {}
         chosen = {name: last[name] for name in ("inverse_penalty",) if name in last}

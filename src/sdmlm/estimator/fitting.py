@@ -26,7 +26,7 @@ Part = tuple[Tensor, Tensor, list[Any]]  # (x, labels, ids)
 OnEpoch = Callable[[dict[str, float]], None]
 
 REPEATS = 4  # random partitions whose layers are averaged
-_SMALL_WORK = 2e9  # entries of the distance matrices times columns: below, one thread is faster than several
+_SMALL_WORK = 2e9  # entries of the distance matrices times columns; below this, one thread is faster than several
 
 
 def fit_layers(
@@ -37,7 +37,7 @@ def fit_layers(
     on_epoch: OnEpoch | None,
     groups: NDArray[np.int64] | None = None,
 ) -> list[SDMLayer]:
-    """The layers that the estimator's settings ask for, the best first where they are not averaged."""
+    """The layers that the estimator's settings ask for, the best first if they are not averaged."""
     with threads_for(points[0]):
         if estimator.combine == "average":
             return _fit_repeats(estimator, points, n_classes, on_epoch, groups)
@@ -46,7 +46,7 @@ def fit_layers(
 
 @contextlib.contextmanager
 def threads_for(x: Tensor) -> Iterator[None]:
-    """One thread for small work, as several would wait for each other; the setting of the process is put back."""
+    """One thread for small problems, in which several would wait for each other; afterwards the old setting is restored."""
     if x.device.type != "cpu" or len(x) ** 2 * x.shape[1] > _SMALL_WORK or torch.get_num_threads() == 1:
         yield
         return
@@ -121,7 +121,7 @@ def _fit_rounds(
     on_epoch: OnEpoch | None,
     groups: NDArray[np.int64] | None,
 ) -> list[SDMLayer]:
-    """J rounds of fresh random halves and fresh weights: the best one, or all of them for an ensemble."""
+    """J rounds, each with new random halves and new weights: the best one, or all of them for an ensemble."""
     layers: list[SDMLayer] = []
     convex = estimator.learning_rate is None
     rounds = estimator.rounds or 1
@@ -149,7 +149,7 @@ def _fit_rounds(
             if estimator.combine == "all":
                 layers.append(layer)
             elif not layers or layer.loss < layers[0].loss:
-                layers = [layer]  # one at a time: ten layers of a large model would not fit
+                layers = [layer]  # keep only one: ten layers of a large model would not fit into memory
     layers.sort(key=lambda layer: layer.loss)
     return layers
 

@@ -1,4 +1,4 @@
-"""Suspected label errors: known points whose label contradicts a dense neighbourhood that agrees on another class."""
+"""Suspected label errors: known points that are confidently predicted as another class than their label."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def suspected_label_errors(
 ) -> list[LabelError]:
     """The points that are confidently predicted as another class, out of sample, most confident first.
 
-    Only points with at least one agreeing neighbour (q > 0) and not far from the support (d > 0) count: elsewhere a
-    disagreement says little about the label.
+    Only points with at least one agreeing neighbour (q > 0) and near the support (d > 0) are listed: for others, the prediction
+    says little about the label.
     """
     confidence = confidence_of(points.z, points.q).numpy()
     wrong = (points.predictions != points.labels).numpy() & np.isfinite(confidence) & (points.d.numpy() > 0)

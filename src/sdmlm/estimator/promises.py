@@ -17,7 +17,7 @@ from sdmlm.estimator.layer import confidence_of
 from sdmlm.estimator.support import SupportSet
 from sdmlm.estimator.validation import check_lengths, encode_labels
 
-_MOST_RULES = 256  # remembered: a server is asked for any alpha
+_MOST_RULES = 256  # cache size: clients of a server may ask for any alpha
 
 
 class Promises(FittedLayers):
@@ -34,7 +34,7 @@ class Promises(FittedLayers):
         return self.certified_rule(self.alpha_)
 
     def certified_rule(self, alpha: float) -> CertifiedRule:
-        """The certified rule at any alpha, from the held-out points; remembered until the support changes."""
+        """The certified rule at any alpha, from the held-out points; cached until the support changes."""
         self._check_fitted()
         if self.held_out_ is None:
             raise ValueError("No points were held out for a certificate: give fresh ones to certify.")
@@ -56,10 +56,10 @@ class Promises(FittedLayers):
         promise: Promise | None = None,
         epsilon: float | None = None,
     ) -> CertifiedRule | Certificate:
-        """A rule with a promise, from labelled points that played no part in fitting (`sdmlm.estimator.acceptance`).
+        """A rule with a promise, from labelled points that were not used for fitting (`sdmlm.estimator.acceptance`).
 
-        `classes`: the predicted classes that may be accepted, as indices (default: all). With rule "region", it is the
-        region that is tightened until the promise holds for each predicted class (`sdmlm.estimator.certify`).
+        `classes`: the predicted classes that may be accepted, as indices (default: all). With rule "region", the region
+        gets a higher q'min, so that the promise holds for each predicted class (`sdmlm.estimator.certify`).
         """
         if self.combine == "all":
             self._check_single("certify")
@@ -69,7 +69,7 @@ class Promises(FittedLayers):
         if (known := self.share_fitted(X)) > 0.25:
             raise ValueError(
                 f"{known:.0%} of these points were fitted over (in the support or the calibration half): a certificate needs "
-                "points that played no part in fitting."
+                "points that were not used for fitting."
             )
         delta = self.delta if delta is None else delta
         if self.rule == "certified":
@@ -84,7 +84,7 @@ class Promises(FittedLayers):
         return replace(certificate, estimator=self.digest())
 
     def _evidence(self, x: Tensor, labels: Tensor) -> Evidence:
-        """What a rule looks at, of new labelled points."""
+        """The evidence of new labelled points."""
         scores = self._model.score(x, self.alpha_)
         return Evidence(scores.confidence, scores.d, scores.prediction, labels.cpu().numpy())
 
@@ -101,12 +101,12 @@ class Promises(FittedLayers):
         return certify_rule(self.calibration_evidence(), fresh, len(self.classes_), **settings, classes=classes)
 
     def calibration_evidence(self) -> Evidence:
-        """What a rule looks at, for the calibration points, out of sample."""
+        """The out-of-sample evidence of the calibration points."""
         ca = self.calibration_
         return Evidence(confidence_of(ca.z, ca.q).numpy(), ca.d.numpy(), ca.predictions.numpy(), ca.labels.numpy())
 
     def share_fitted(self, X: ArrayLike | Tensor) -> float:
-        """How many of these points were fitted over: they are in the support or among the calibration points."""
+        """The share of these points that were fitted over: they are in the support or among the calibration points."""
         self._check_fitted()
         layer, ca = self.layers_[0], self.layers_[0].calibration
         vectors, _ = layer.adaptor(self.matrix(X, "X", self.n_features_in_))

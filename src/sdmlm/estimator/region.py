@@ -1,6 +1,6 @@
 """From distances to decisions: eCDFs, Algorithm 1, membership, effective sample size (docs/method.md, section 3).
 
-Every function takes arrays or tensors, computes in double precision, and returns what its first argument was.
+Every function takes arrays or tensors, computes in double precision, and returns the type of its first argument.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class DistanceCDF:
         return cls([distances[counted & (y == c)] for c in range(n_classes)])
 
     def snapped(self, d_nearest: Array, tolerance: Array) -> Array:
-        """Distances (N,), those within their tolerance (N,) of a stored value replaced by the nearest such value.
+        """Distances (N,); those within their tolerance (N,) of a stored value are replaced by the nearest such value.
 
-        A stored point that is scored again lies exactly on a step of its eCDF. The last bits of its h' depend on the
-        batch it comes in (float32 products do), and would move d by a whole step.
+        A stored point that is scored again lies exactly on a step of its eCDF. The last bits of its h' depend on the batch, as
+        products in float32 do, and could change d by a whole step.
         """
         x, width = _floats(d_nearest), _floats(tolerance)
         if len(self._all) == 0 or len(x) == 0:
@@ -95,7 +95,24 @@ class DistanceCDF:
 
 @dataclass(frozen=True)
 class HighReliabilityRegion:
-    """The partition found by Algorithm 1. q_min = inf means that there is none and everything is rejected."""
+    """The high-reliability region found by Algorithm 1.
+
+    Attributes
+    ----------
+    alpha : float
+        The accuracy that it is an estimate for.
+    q_min : float
+        The least q' in the region; infinite if there is no region, so that everything is rejected.
+    psi : tuple of float
+        By class, the least SDM output of the class in the region.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> region = HighReliabilityRegion(alpha=0.9, q_min=2.0, psi=(0.95, 0.97))
+    >>> region.contains(np.array([3.0, 1.0]), np.array([[0.96, 0.04], [0.02, 0.98]]), np.array([0, 1]))
+    array([ True, False])
+    """
 
     alpha: float
     q_min: float
@@ -115,7 +132,7 @@ class HighReliabilityRegion:
 def membership(
     regions: Sequence[HighReliabilityRegion], q_prime: Array, p: Array, predictions: Array
 ) -> NDArray[np.bool_]:
-    """Whether each point is in each of several regions, (N, number of regions); all at once, for single points too."""
+    """Whether each point is in each of several regions, (N, number of regions), in one computation."""
     q_min, psi = np.array([r.q_min for r in regions]), np.array([r.psi for r in regions])
     q, outputs, guesses = _floats(q_prime), _floats(p), _labels(predictions)
     inside = np.empty((len(q), len(regions)), dtype=bool)
@@ -131,10 +148,10 @@ def membership(
 def find_region(q_prime: Array, p: Array, labels: Array, alpha: float) -> HighReliabilityRegion:
     """Algorithm 1: the smallest q' from which on every class-wise threshold psi_c is at least alpha.
 
-    q_prime (N,), p (N, C) and labels (N,) are those of the calibration points. The literal algorithm sorts the points
-    that remain at every candidate value. But psi_c, the element at index k = min(floor((1-alpha) n), n-1) of the ascending
-    outputs at the true class, reaches alpha exactly when at most k of them lie below alpha. So counts from the top
-    replace the sorts, and the one quantile that is needed is taken at the end: O(n log n) in all.
+    q_prime (N,), p (N, C) and labels (N,) are those of the calibration points. The published algorithm sorts the remaining
+    points at every candidate value. But psi_c, the element at index k = min(floor((1-alpha) n), n-1) of the ascending
+    outputs at the true class, is at least alpha exactly if at most k of them are below alpha. So cumulative counts replace the
+    sorts, and only one quantile per class is computed at the end: O(n log n) in total.
     """
     alpha = check_alpha(alpha)
     values, outputs, y = _floats(q_prime), _floats(p), _labels(labels)
@@ -159,7 +176,7 @@ def find_region(q_prime: Array, p: Array, labels: Array, alpha: float) -> HighRe
 
 
 def _threshold(outputs: Floats, alpha: float) -> float:
-    """The (1-alpha) quantile as the method takes it; the product in double precision as it stands."""
+    """The (1-alpha) quantile as the method defines it; the product is not rounded."""
     index = min(math.floor((1.0 - alpha) * len(outputs)), len(outputs) - 1)
     return float(np.partition(outputs, index)[index])
 

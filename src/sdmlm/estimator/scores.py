@@ -1,4 +1,4 @@
-"""What the estimator says about N points."""
+"""The scores of an estimator for N points."""
 
 from __future__ import annotations
 
@@ -13,15 +13,43 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Scores:
-    """One entry per point in every field; plain NumPy arrays.
+    """The scores of an estimator for N points: NumPy arrays with one entry per point.
 
     Indexing with a slice, a mask or indices gives the Scores of those points; `len` is their number.
+
+    Attributes
+    ----------
+    prediction : ndarray of int (N,)
+        The predicted class, the argmax of z'; an index into `classes_` of the estimator.
+    accepted : ndarray of bool (N,)
+        Whether the prediction can be accepted, by the estimator's rule: certified, or the high-reliability region.
+    out_of_distribution : ndarray of bool (N,)
+        q = 0; always rejected.
+    q, d, z : ndarray
+        Similarity (N,), Distance (N,) and Magnitude (N, C).
+    p : ndarray (N, C)
+        The SDM output.
+    confidence : ndarray (N,)
+        Similarity and Magnitude in one number, for the certified rule.
+    q_prime, in_region, highest_alpha : ndarray (N,)
+        The rescaled similarity, membership in the high-reliability region, and the highest alpha at which that holds.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_breast_cancer
+    >>> from sdmlm import SDMEstimator
+    >>> X, y = load_breast_cancer(return_X_y=True)
+    >>> scores = SDMEstimator(progress=False).fit(X[:450], y[:450]).score(X[450:])
+    >>> len(scores), scores.p.shape
+    (119, (119, 2))
+    >>> bool(scores[scores.accepted].accepted.all())
+    True
     """
 
     prediction: NDArray[np.int64]  # y_hat = argmax z'
     p: NDArray[np.float64]  # (N, C) SDM(z')
     q: NDArray[Any]  # Similarity: leading neighbours that agree; a geometric mean over averaged layers
-    d: NDArray[np.float64]  # Distance in [0, 1], 1 = as near as can be
+    d: NDArray[np.float64]  # Distance in [0, 1], 1 = nearest to the support
     d_nearest: NDArray[np.float64]  # Euclidean distance to the nearest support vector
     nearest: NDArray[np.int64]  # its index in the support
     z: NDArray[np.float64]  # (N, C) Magnitude: z'
@@ -29,7 +57,7 @@ class Scores:
     confidence: NDArray[np.float64]  # Similarity and Magnitude: log-odds of the SDM output with d = 1
     accepted: NDArray[np.bool_]  # by the estimator's rule: certified, or the high-reliability region
     in_region: NDArray[np.bool_]  # in the high-reliability region of the papers
-    out_of_distribution: NDArray[np.bool_]  # q = 0: rejected whatever else holds
+    out_of_distribution: NDArray[np.bool_]  # q = 0: always rejected
     d_lower: NDArray[np.float64]  # max(d - eps, 0)
     d_upper: NDArray[np.float64]  # min(d + eps, 1)
     p_lower: NDArray[np.float64]  # (N, C) SDM(z') with d_lower

@@ -1,4 +1,4 @@
-"""What an estimator says about points: scores, decisions, explanations."""
+"""The part of an estimator that scores points: scores, decisions, explanations."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Scoring(Promises):
         ignores that entry of its support, and takes d from the eCDF of the training split. With averaged layers, a point is
         scored by the layers that were not fitted on it.
 
-        `alpha`: another one than the estimator's, for this call. `regions` gives the region that decides at an alpha,
-        where it is not to be the estimator's own (`region`).
+        `alpha`: another alpha than the estimator's, for this call. `regions` gives the region that decides at an alpha, if
+        that is not the estimator's own (`region`).
         """
         self._check_fitted()
         alpha = self.alpha_ if alpha is None else check_alpha(alpha)
@@ -60,7 +60,7 @@ class Scoring(Promises):
         return replace(scores, accepted=scores.accepted_lower) if self.rule == "region lower" else scores
 
     def _agreed(self, scores: Scores, x: Tensor, alpha: float) -> Scores:
-        """Of an ensemble: accepted is what all layers accept as the same class."""
+        """Scores of an ensemble, which accepts what all layers accept as the same class."""
         accepted, accepted_lower = scores.accepted, scores.accepted_lower
         at = self.layers_[0].accepted_at(scores.q_prime, scores.p, scores.prediction, ALPHA_GRID)
         for layer in self.layers_[1:]:
@@ -80,9 +80,9 @@ class Scoring(Promises):
         return labels
 
     def output(self, X: Tensor, exclude: Tensor | None = None) -> Tensor:
-        """SDM(z') of each row, (N, C) on the CPU: what a training step needs, without the rest of `score`.
+        """SDM(z') of each row, (N, C) on the CPU: for training steps, which do not need the rest of `score`.
 
-        X is a float32 tensor and is not checked, for this runs at every step of fine-tuning. `exclude` as in `score`.
+        X is a float32 tensor and is not checked, because this runs in every step of fine-tuning. `exclude` as in `score`.
         """
         if self.combine == "all":
             self._check_single("output")
@@ -90,7 +90,7 @@ class Scoring(Promises):
         return self._model.output(X.to(self.layers_[0].adaptor.weight.device), exclude)
 
     def support_index(self, ids: Sequence[DocumentId]) -> NDArray[np.int64]:
-        """The index of each document id, -1 where it is not known: what `exclude` takes."""
+        """The index of each document id for `exclude`, -1 if it is not known."""
         self._check_fitted()
         where = {name: i for i, name in enumerate(self._model.document_ids)}
         return np.array([where.get(plain_id(name), -1) for name in ids], dtype=np.int64)
@@ -117,6 +117,6 @@ class Scoring(Promises):
         )
 
     def label_errors(self, most: int = 20) -> list[LabelError]:
-        """Known points whose label contradicts a dense neighbourhood that agrees otherwise, the most suspicious first."""
+        """Known points that are confidently predicted as another class than their label, the most suspicious first."""
         self._check_fitted()
         return suspected_label_errors(self.calibration_, self.calibration_ids_, self.documents_, most)

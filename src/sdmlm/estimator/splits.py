@@ -25,9 +25,9 @@ def fold_count(labels: Ints, groups: Ints | None = None) -> int:
 
 
 def random_halves(labels: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Two random halves of the points, class by class, so that no class is lost; sorted indices.
+    """Two random halves of the points, class by class, so that each has every class; sorted indices.
 
-    The odd point of a class goes to the half that is smaller so far, or to either.
+    If a class has an odd number of points, the last goes to the half that is smaller so far.
     """
     halves: list[list[int]] = [[], []]
     for c in np.unique(labels):
@@ -59,12 +59,12 @@ def held_out_split(
 ) -> tuple[Ints, Ints]:
     """(points to fit on, points to hold out for the certificate), class by class, sorted.
 
-    Three in ten are held out; of few points up to half, since a certificate needs some 150 to have a chance. Where half of
-    the points are fewer than the `needed` ones, no certificate can come of them, and all are fitted on. Every class keeps
-    at least four points to fit on.
+    Three in ten are held out; of few points up to half, because a certificate needs about 150. If half of the points are fewer
+    than the `needed` ones, no certificate is possible, and all points are fitted on. Every class keeps at least four points to
+    fit on.
 
-    The test of the certificate takes points for independent, which those of one group are not. So with `groups`, whole groups
-    are held out, and of each only one random point is returned; the numbers above count groups then.
+    The test of the certificate assumes independent points, which those of one group are not. So with `groups`, whole groups are
+    held out, and of each only one random point is returned; the numbers above then count groups.
     """
     if groups is not None:
         return _grouped_held_out(labels, groups, needed, rng)
@@ -84,15 +84,15 @@ def groups_by_class(labels: Ints, groups: Ints) -> Ints:
 
 
 def grouped_parts(labels: Ints, groups: Ints, shares: Sequence[float], rng: np.random.Generator) -> list[Ints]:
-    """Whole groups parted at random, so that each part has about its share of the points of every class; sorted indices.
+    """A random partition of whole groups in which each part has about its share of the points of every class; sorted indices.
 
-    Large groups come first, and each goes to the part that lacks most of the classes in it.
+    Large groups are placed first, and each goes to the part that still needs most points of its classes.
     """
     counts = _counts(labels, groups)
     totals = counts.sum(axis=0)
     order = rng.permutation(len(counts))
     order = order[np.argsort(-counts.sum(axis=1)[order], kind="stable")]
-    lacking = np.outer(shares, totals).astype(np.float64)  # points of each class that a part still is to get
+    lacking = np.outer(shares, totals).astype(np.float64)  # points of each class that a part still needs
     part = np.empty(len(counts), dtype=np.int64)
     for group in order.tolist():
         gain = (lacking / np.maximum(totals, 1)) @ counts[group]

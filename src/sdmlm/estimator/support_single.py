@@ -1,8 +1,8 @@
-"""A single query against a support set: what the blocked search of `support.py` finds, in fewer steps.
+"""The search for a single query in a support set: the same result as the blocked search of `support.py`, in fewer steps.
 
-For one query the arithmetic takes microseconds, and the time goes into the number of steps. So there is one product with
-the whole support, which NumPy then looks at. The method is the same: approximate distances, and exact ones for whatever
-lies within the rounding error of a decision.
+For one query the arithmetic takes microseconds, and most of the time is overhead of the steps. So there is one product with
+the whole support, and NumPy does the rest. The method is the same: approximate distances, and exact ones for those within the
+rounding error of a decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TooClose(Exception):
-    """More pairs need their exact distance than a product in double precision would cost."""
+    """So many pairs need an exact distance that a product in double precision is faster."""
 
 
 class SingleQuery:
@@ -50,14 +50,14 @@ class SingleQuery:
         close = np.flatnonzero((own >= here - self.slack) & (own <= here + self.slack) & (own < np.inf))
         if len(close):
             q += int(np.count_nonzero(self._exact(close + start) < stop))
-        # Of two equally near vectors the one with the lower index, so that the order of the groups does not show.
+        # Of two equally near vectors take the one with the lower index: the result must not depend on the arrangement.
         first = near < stop or (near == stop and 0 <= near_at < stop_at)
         return (q, near, near_at) if first else (q, stop, stop_at)
 
     def nearest(self, *spans: tuple[int, int], bound: float = math.inf) -> tuple[float, int]:
         """Exact squared distance and the user's index of the nearest row of the spans, (inf, -1) for none.
 
-        Rows whose approximate distance is beyond `bound` are passed over.
+        Rows whose approximate distance is beyond `bound` are skipped.
         """
         parts = [(start, self.distances[start:end]) for start, end in spans if start < end]
         limit = min([bound, *(float(part.min()) for _, part in parts)]) + self.slack

@@ -1,4 +1,4 @@
-"""What the estimator asks of points, labels and ids. Every error names the thing and the fix."""
+"""Checks of the points, labels and ids given to an estimator. Every error names the problem and the fix."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Dynamic batching: a bounded queue, and one thread that alone touches the model.
+"""Dynamic batching: a bounded queue, and a single thread that uses the model.
 
-The event loop puts tasks into the queue and awaits their results. The thread takes the oldest task and with it all others
-of the same key, up to `max_batch`. An awaiter that is cancelled (its client has left, its time is up) leaves the queue; a
-task that already runs has `QueuedTask.left` set, which the code that runs it checks.
+The event loop puts tasks into the queue and awaits their results. The thread takes the oldest task and all others with the
+same key, up to `max_batch`. If an awaiter is cancelled (its client has disconnected, its time is up), its task leaves the queue;
+if the task is already running, `QueuedTask.left` is set, which the code that runs it checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdmlm.server.errors import ApiError, busy, internal
 
 log = logging.getLogger("sdmlm.server")
 
-GATHER_SECONDS = 0.005  # an idle model waits this long for further requests: those sent together arrive one by one
+GATHER_SECONDS = 0.005  # an idle model waits this long for further requests, as those sent together arrive one by one
 
 
 class Task(Protocol):
@@ -31,7 +31,7 @@ class Task(Protocol):
 
 
 class QueuedTask:
-    """A task in the queue or running. Made and awaited on the event loop, run on the engine's thread."""
+    """A task in the queue or running. It is made and awaited on the event loop, and runs on the engine's thread."""
 
     def __init__(self, task: Any) -> None:
         self.task = task
@@ -42,19 +42,19 @@ class QueuedTask:
         self.future.add_done_callback(ignore_result)
 
     def leave(self) -> None:
-        """Nobody waits any more; does nothing where the result is there."""
+        """To be called when nobody waits any more; does nothing if the result is there."""
         self.left = True
         self.future.cancel()
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """From the engine's thread: call something on the event loop, after everything called before."""
+        """From the engine's thread: call a function on the event loop; calls keep their order."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop has been closed: nobody listens
             self.left = True
 
     def finish(self, result: Any) -> None:
-        """From the engine's thread: the result, or what went wrong."""
+        """From the engine's thread: set the result, or the exception."""
         self.call(self._finish, result)
 
     def _finish(self, result: Any) -> None:
@@ -67,7 +67,7 @@ class QueuedTask:
 
 
 def ignore_result(future: asyncio.Future[Any]) -> None:
-    """Done callback: keeps asyncio from logging an exception that nobody awaits (the client has left, another row failed)."""
+    """Done callback that keeps asyncio from logging an exception that nobody awaits (the client left, another row failed)."""
     if future.done() and not future.cancelled():
         future.exception()
 
@@ -96,11 +96,11 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether anything put into the queue will be done."""
+        """Whether tasks in the queue will be run."""
         return self._thread.is_alive()
 
     async def do(self, tasks: Sequence[Any]) -> list[Any]:
-        """The results of tasks; all of them enter the queue, or none."""
+        """The results of tasks. Either all of them enter the queue or none."""
         jobs = [QueuedTask(task) for task in tasks]
         self._admit(jobs)
         try:
@@ -141,7 +141,7 @@ class Engine:
             self._seconds += 0.2 * (time.monotonic() - start - self._seconds)
 
     def _next_batch(self) -> list[QueuedTask]:
-        """The oldest job and those that may go with it; nothing once the engine is closed and the queue empty."""
+        """The oldest job and those that may run with it; empty when the engine is closed and the queue is empty."""
         with self._changed:
             while True:
                 if not self._queue:
@@ -168,6 +168,6 @@ class Engine:
 
 
 def report(error: Exception) -> None:
-    """Where it happened, to the log; not the message, which may quote a request."""
+    """Log where an error happened, without its message, which may quote a request."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     log.error("%s while a request was answered:\n%s", type(error).__name__, frames)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An answer that is not what was asked for. `param` names the field of the request that is to blame."""
+    """An error response. `param` names the field of the request that caused it."""
 
     def __init__(
         self,
@@ -34,21 +34,21 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """A request that cannot be answered as it stands; `param` is the field to mend."""
+    """The error for a request that cannot be answered; `param` is the field to correct."""
     return ApiError(400, message, param, code)
 
 
 def busy(message: str, seconds: float) -> ApiError:
-    """Too much to do at the moment: come back in some seconds."""
+    """The error for an overloaded server: the client may try again after some seconds."""
     wait = str(max(1, min(60, round(seconds))))
     return ApiError(429, message, code="too_many_requests", headers={"Retry-After": wait})
 
 
 def too_slow(seconds: float) -> ApiError:
-    """The answer took longer than the server allows."""
+    """The error for an answer that took longer than the server allows."""
     return ApiError(504, f"The answer took longer than the {seconds:g} s that this server allows.", code="timeout")
 
 
 def internal() -> ApiError:
-    """A bug of ours. What exactly went wrong is for the log, not for the client."""
+    """The error for a bug of ours. Details go to the log, not to the client."""
     return ApiError(500, "The server made a mistake while answering; its log says more.", code="internal_error")

@@ -1,6 +1,6 @@
-"""Gateway mode: another server generates, the SDM language model here judges what it wrote.
+"""Gateway mode: another server generates, and the SDM language model here judges its answers.
 
-The upstream speaks OpenAI's API (vLLM, llama.cpp, a vendor). Its text is put to our own LM, whose states the SDM layer reads.
+The upstream has OpenAI's API (vLLM, llama.cpp, a vendor). Our own LM reads its text, and the SDM layer judges by the states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sdmlm.server.work import DEFAULT_BUDGET, Judged
 
 @dataclass
 class Written:
-    """What the upstream wrote."""
+    """An answer of the upstream."""
 
     text: str = ""
     finish_reason: str = "stop"
@@ -66,13 +66,13 @@ class Gateway:
                 best = judged
         assert best is not None
         v = best.verification
-        # Nobody has calibrated this search: the upstream's answers to the calibration prompts are not known.
+        # This search cannot be calibrated: the upstream's answers to the calibration prompts are not known.
         reason = v.reason + NOT_CALIBRATED
         v = dataclasses.replace(v, tries=tries, calibrated=False, reason=reason, completion_tokens=spent)
         return dataclasses.replace(best, verification=v)
 
     async def _judged(self, ask: Ask, prompt: PlainPrompt, written: Written) -> Judged:
-        """The verdict on what was written, with the upstream's own count of tokens where it gave one."""
+        """The verdict on an answer, with the upstream's own count of tokens if it gave one."""
         try:
             (judged,) = await self._model.verify([GivenAnswer(prompt, written.text)], ask.sdm)
         except ApiError as error:
@@ -98,7 +98,7 @@ class Gateway:
         on_text: OnText | None = None,
         choice: int = 0,
     ) -> Written:
-        """One answer of the upstream; `number` sets those of a request with a seed apart."""
+        """One answer of the upstream; `number` makes the seeds of a request's answers differ."""
         payload: dict[str, Any] = {"model": self._upstream.model, "temperature": temperature}
         payload[ask.max_tokens_name] = self._model.max_tokens(ask.max_tokens)
         payload |= {"messages": _messages(prompt)} if ask.chat else {"prompt": prompt}
@@ -122,13 +122,13 @@ class Gateway:
 
 
 class BodyText:
-    """The body of an answer while it is being written: nothing of it may turn out to be part of a verification suffix."""
+    """The body of an answer while it arrives, without text that may turn out to be part of a verification suffix."""
 
     def __init__(self, tags: VerificationTags) -> None:
         self._tags, self._text, self._sent = tags, "", 0
 
     def piece(self, new: str) -> str:
-        """What has become certain with some more text."""
+        """The part of the body that becomes certain with this further text."""
         self._text += new
         text = self._tags.certain(self._text.partition(self._tags.open)[0])
         piece = text[self._sent :]

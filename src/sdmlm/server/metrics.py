@@ -1,4 +1,4 @@
-"""Counts of what the server does, as Prometheus reads them. Touched by the event loop only, so there are no locks."""
+"""Metrics of the server in the format of Prometheus. Only the event loop uses them, so there are no locks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Histogram:
 
 
 class Metrics:
-    """`queue_length` and `in_progress` are asked for when the text is made."""
+    """The counters; `queue_length` and `in_progress` are called when the text is made."""
 
     def __init__(self, queue_length: Callable[[], int], in_progress: Callable[[], int]) -> None:
         self._queue_length, self._in_progress = queue_length, in_progress
@@ -39,12 +39,12 @@ class Metrics:
         self._tokens: Counter[str] = Counter(prompt=0, completion=0)
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """A request has been answered, or its client has left (499)."""
+        """Count a request that was answered, or whose client left (499)."""
         self._requests[route, status] += 1
         self._seconds.setdefault(route, Histogram(SECONDS)).observe(seconds)
 
     def judged(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """An answer has been judged; `outcome` is that of its `Verification`."""
+        """Count a judged answer; `outcome` is that of its `Verification`."""
         self._outcomes[outcome.replace(" ", "_")] += 1
         self._tokens.update(prompt=prompt_tokens, completion=completion_tokens)
 

@@ -1,7 +1,7 @@
-"""Requests in OpenAI's format. Every field is honoured, or refused by its name: nothing is silently ignored.
+"""Requests in OpenAI's format. Every field is used, or refused by name: nothing is silently ignored.
 
-A field of OpenAI's API that is not honoured may be null or have the value that changes nothing (`NEUTRAL`), as some
-clients send it. Where OpenAI samples by default, temperature is 0 here: the SDM layer was fitted over greedy generations.
+A field of OpenAI's API that is not supported may be null or have the value that changes nothing (`NEUTRAL`), because some
+clients send it. OpenAI samples by default; here temperature is 0, because the SDM layer was fitted over greedy generations.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MESSAGE_EMPTY = {"name", "tool_calls", "function_call", "audio", "annotations"}
 
 @dataclass(frozen=True)
 class SdmOptions:
-    """How answers are to be judged, and what becomes of those that are not verified."""
+    """How answers are judged, and what happens to those that are not verified."""
 
     alpha: float | None = None
     on_reject: OnReject = "flag"
@@ -74,7 +74,7 @@ class SdmOptions:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for answers: n for each prompt."""
+    """A request for n answers to each prompt."""
 
     chat: bool
     prompts: tuple[PlainPrompt, ...]
@@ -101,7 +101,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """A prompt with an answer that somebody wrote."""
+    """A prompt with a given answer."""
 
     prompt: PlainPrompt
     completion: str
@@ -295,7 +295,7 @@ def _check_fields(body: Body, honoured: set[str]) -> None:
 
 
 def _among(value: Any, neutral: Sequence[Any]) -> bool:
-    """Equality that tells 0 from false and 1 from true."""
+    """Whether a value is among others, where 0 is not false and 1 is not true."""
     return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
 
 

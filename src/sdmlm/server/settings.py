@@ -1,4 +1,4 @@
-"""What an operator decides: where to listen, who may ask, and how much at once."""
+"""Settings of the server: its address, who may use it, and limits."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ class ServerSettings:
 
     @property
     def feedback(self) -> bool:
-        """Whether clients may change the support: not where anybody on the network could."""
+        """Whether clients may change the support: only this machine's, or those with an API key."""
         return self.loopback or self.api_key is not None

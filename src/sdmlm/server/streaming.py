@@ -1,4 +1,4 @@
-"""Answers as server-sent events: text as it comes, the evidence on the last chunk of each choice, `[DONE]`."""
+"""Answers as server-sent events: text while it is generated, the evidence on the last chunk of each choice, `[DONE]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnText = Callable[[int, str], None]
 
 
 class AnswerStream:
-    """The events of one request. `generate(on_text)` makes the answers; it runs from the start, read or not.
+    """The events of one request. `generate(on_text)` makes the answers; it starts at once.
 
     `begin` waits for the first text, so that an error before it can still get its own HTTP status. `close` stops the
     generation and must always be called.
@@ -32,7 +32,7 @@ class AnswerStream:
         self._next: tuple[int, str] | None = None
 
     async def begin(self) -> None:
-        """Wait for the first piece, or the end; raises what went wrong before."""
+        """Wait for the first piece, or the end; raises the error if there was one before."""
         self._next = await self._pieces.get()
         if self._next is None:
             await self._answers
@@ -67,7 +67,7 @@ class AnswerStream:
         yield b"data: [DONE]\n\n"
 
     def close(self) -> None:
-        """Stop the generation: the client reads no further."""
+        """Stop the generation; to be called when the client reads no more."""
         self._answers.cancel()
 
 
@@ -76,5 +76,5 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON as the standard has it."""
+    """Compact standard JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")

@@ -1,7 +1,7 @@
-"""An HTTP client that is just enough for an OpenAI-compatible server: JSON out, JSON or server-sent events in.
+"""A minimal HTTP client for an OpenAI-compatible server: it sends JSON, and reads JSON or server-sent events.
 
-h11 speaks the protocol; it comes with uvicorn, so the extra `serve` needs no client library. A request has a connection of
-its own: an awaiter that is cancelled closes it, and the upstream stops.
+h11 implements the protocol; it comes with uvicorn, so the extra `serve` needs no client library. Each request has its own
+connection: if the awaiter is cancelled, the connection is closed, and the upstream stops.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _THEIR_FAULT, _CLIENTS_FAULT = "The upstream server", (400, 413, 422)
 
 @dataclass
 class Reply:
-    """A status and headers; the body is still to come."""
+    """A status and headers; the body has not been read yet."""
 
     status: int
     headers: dict[str, str]
     chunks: AsyncIterator[bytes]
 
     async def body(self) -> bytes:
-        """All of it."""
+        """The whole body."""
         return b"".join([chunk async for chunk in self.chunks])
 
 
@@ -141,7 +141,7 @@ async def _data(events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         if isinstance(event, h11.Data):
             size += len(event.data)
             if size > _MAX_BYTES:
-                raise failed("gave an answer beyond all bounds")
+                raise failed("gave an answer that is too large")
             yield bytes(event.data)
 
 

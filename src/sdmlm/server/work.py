@@ -1,7 +1,7 @@
-"""What the engine's thread does with the SDM language model: tasks of the same kind run as one batch.
+"""The work of the engine's thread with the SDM language model: tasks of the same kind run as one batch.
 
-A task that cannot be answered (its prompt is too long, say) fails alone. If a batch fails as a whole, its tasks are tried
-one by one, so that no request can make others fail.
+A task that cannot be answered (its prompt is too long, for example) fails alone. If a batch fails as a whole, its tasks are
+tried one by one, so that no request can make others fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Write:
-    """Write an answer and judge it. Rows with other seeds, alphas and neighbours share a batch all the same."""
+    """Generate an answer and judge it. Tasks with different seeds, alphas and neighbours may share a batch."""
 
     prompt: PlainPrompt
     sampling: Sampling
@@ -51,7 +51,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judge an answer that somebody wrote."""
+    """Judge a given answer."""
 
     prompt: PlainPrompt
     completion: str
@@ -66,7 +66,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Alone:
-    """Something that runs by itself: feedback, a search. `prompt` is the one that a refusal is about."""
+    """A task that shares no batch: feedback, a search. `prompt` is the one that an error is about."""
 
     function: Callable[[SDMLanguageModel], Any]
     prompt: PlainPrompt = ""
@@ -77,7 +77,7 @@ class Alone:
 
 
 class Abandoned(Exception):
-    """Nobody waits any more for any row of the batch."""
+    """Raised when nobody waits for any row of the batch any more."""
 
 
 class Worker:
@@ -125,7 +125,7 @@ class Worker:
             except Abandoned:
                 return [None] * len(jobs)
             except BadInput:
-                pass  # some row cannot be judged: it will say so by itself
+                pass  # some row cannot be judged: one by one, only that row fails
             except Exception as error:
                 report(error)
         # An answer of which a part was sent cannot start again.
@@ -135,7 +135,7 @@ class Worker:
         ]
 
     def _one(self, task: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns, or the error to answer with, which names the field to correct."""
+        """The function's result, or the error for the client, which names the field to correct."""
         try:
             return function(*arguments)
         except Abandoned:
@@ -150,7 +150,7 @@ class Worker:
             return internal()
 
     def read(self, prompt: PlainPrompt) -> PromptIds:
-        """The ids of a prompt, which is refused where it is too long."""
+        """The ids of a prompt; refused if it is too long."""
         ids: PromptIds = self.lm.read_prompts([prompt])[0]
         length, limit = len(self.lm.encoder.encode_prompt(ids)), self._max_prompt_tokens
         if limit is not None and length > limit:
@@ -172,7 +172,7 @@ class Worker:
             tasks[0].sampling,
             [task.seeds for task in tasks],
             listeners,
-            lambda n: not jobs[n].left,  # a row that nobody waits for ends
+            lambda n: not jobs[n].left,  # stop rows that nobody waits for
             progress=False,
         )
         judged: list[Judged | None] = [None] * len(jobs)
@@ -206,7 +206,7 @@ class Worker:
         alpha: float,
         neighbors: int,
     ) -> list[Judged]:
-        """Write answers until one is verified, under a policy that was calibrated, if there is one with these settings."""
+        """Generate answers until one is verified; with a calibrated policy, if there is one with these settings."""
         for prompt in prompts:
             self.read(prompt)
         digest = self.lm.digest()
@@ -237,6 +237,6 @@ class Worker:
 
 
 def _field(task: Any, error: BadInput) -> str:
-    """The client's name for what an error is about."""
+    """The name of the field of the request that an error is about."""
     prompt = "messages" if isinstance(task.prompt, list) else "prompt"
     return getattr(task, "where", "") + ("completion" if isinstance(error, BadCompletion) else prompt)
