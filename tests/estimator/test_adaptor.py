@@ -26,7 +26,7 @@ def train(train_data, calibration, classes=2, seed=0, **changes):
 
 
 def reference_training(train_data, calibration, classes, seed, exemplar_dim, epochs, batch_size, learning_rate, center):
-    """The same training, written from the spec: Conv1d, autograd through everything, plain Adam, loops for q and d."""
+    """The same training, written from the formulas: Conv1d, autograd through everything, plain Adam, loops for q and d."""
     (x, y), (x_ca, y_ca) = train_data, calibration
     mean = x.mean() if center == "global" else x.mean(dim=0)
     std = x.flatten().std() if center == "global" else x.std(dim=0)

@@ -16,7 +16,7 @@ def test_a_reason_names_the_condition_that_failed():
     nothing = HighReliabilityRegion(0.8, math.inf, (math.inf, math.inf))
     only_one = HighReliabilityRegion(0.8, 4.0, (math.inf, 0.9))
     points = [  # region, q, q', p of the predicted class 0, whether accepted, what the sentence must say
-        (region, 9, 5.0, 0.85, True, "Accepted as class 0 at alpha 0.8: the nearest 9"),
+        (region, 9, 5.0, 0.85, True, "Accepted as class 0 at alpha 0.8: the 9 most similar"),
         (region, 0, 0.0, 0.6, False, "out of distribution"),
         (nothing, 9, 5.0, 0.95, False, "no high-reliability region"),
         (region, 9, 3.99, 0.95, False, "gives q' 3.99, below the 4"),

@@ -86,7 +86,7 @@ def test_values_that_do_not_fit_are_refused(annotation: Any, given: Any, said: s
     assert str(caught.value) == said
 
 
-def rehearsal(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+def dry_run_of(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     capsys.readouterr()
     assert main(["train", "--dry-run", "--json", *args]) == 0
     return strict_json(capsys.readouterr().out)
@@ -97,12 +97,14 @@ def test_options_win_over_the_recipe(here: Path, capsys: pytest.CaptureFixture[s
         "# a comment\nmodel: model\ndata: rows.jsonl\ncalibration: calibration.jsonl\nnum_train_epochs: 3\n"
         "learning-rate: 5e-5\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 3\nuse_cpu: yes\n"
     )
-    assert rehearsal(capsys, "--recipe", "r.yaml")["steps"] == {
+    assert dry_run_of(capsys, "--recipe", "r.yaml")["steps"] == {
         "batch": 24, "per_epoch": 2, "total": 6, "generations_per_epoch": 6,
     }  # fmt: skip
-    changed = rehearsal(capsys, "--recipe", "r.yaml", "--per-device-train-batch-size", "4", "--hard-negatives", "false")
+    changed = dry_run_of(
+        capsys, "--recipe", "r.yaml", "--per-device-train-batch-size", "4", "--hard-negatives", "false"
+    )
     assert changed["steps"] == {"batch": 12, "per_epoch": 4, "total": 12, "generations_per_epoch": 0}
-    other = rehearsal(capsys, "--recipe", "r.yaml", "--data", "calibration.jsonl", "--max-steps", "7")
+    other = dry_run_of(capsys, "--recipe", "r.yaml", "--data", "calibration.jsonl", "--max-steps", "7")
     assert (other["data"]["train"]["source"], other["steps"]["total"]) == ("calibration.jsonl", 7)
 
 
@@ -162,7 +164,7 @@ def test_dry_run_shows_and_checks_without_weights(
 
 
 def test_dry_run_facts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = rehearsal(capsys, *ROWS, *SMALL)
+    facts = dry_run_of(capsys, *ROWS, *SMALL)
     encoder = Encoder(tiny_tokenizer())
     lengths, counted = [], []
     for name in ("rows.jsonl", "calibration.jsonl"):
@@ -185,7 +187,7 @@ def test_dry_run_facts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.begin_epoch(0)
     assert facts["documents"]["train"]["positive"] == sum(d.positive for d in trainer._documents)
     assert facts["documents"]["calibration"]["positive"] == sum(trainer.calibration_positive)
-    small = rehearsal(capsys, *ROWS, *SMALL, "--lora-r", "2")["memory"]
+    small = dry_run_of(capsys, *ROWS, *SMALL, "--lora-r", "2")["memory"]
     assert small["trainable"] < total / 10
     assert small["gradients"] == 4 * small["trainable"]
 

@@ -11,32 +11,32 @@ from sdmlm.finetuning.processes import is_main_process
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from sdmlm.finetuning.rehearsal import Rehearsal
+    from sdmlm.finetuning.dry_run import DryRun
     from sdmlm.finetuning.run import TrainingRun
     from sdmlm.language_model.encoding import Encoded, Encoder
 
 
 def show(args: argparse.Namespace, run: TrainingRun) -> None:
     """Print lengths, classes, memory, steps, and three documents with their mask; fails where training would."""
-    from sdmlm.finetuning.rehearsal import check_trainable, rehearse
+    from sdmlm.finetuning.dry_run import check_trainable, dry_run
     from sdmlm.finetuning.run import warn_about
 
-    rehearsal, out = rehearse(run), common.console(args)
+    checked, out = dry_run(run), common.console(args)
     if is_main_process():
         warn_about(run)
-        _show_examples(out, run.encoder, rehearsal)
-        _show_summary(out, rehearsal.summary)
+        _show_examples(out, run.encoder, checked)
+        _show_summary(out, checked.summary)
         if args.json:
-            common.print_json(rehearsal.summary)
-    check_trainable(run, rehearsal)
+            common.print_json(checked.summary)
+    check_trainable(run, checked)
     if is_main_process():
         out.print("Dry run: nothing was trained or written.")
 
 
-def _show_examples(out: Any, encoder: Encoder, rehearsal: Rehearsal) -> None:
+def _show_examples(out: Any, encoder: Encoder, checked: DryRun) -> None:
     from rich.text import Text
 
-    encoded, positive = rehearsal.pairs, rehearsal.positive
+    encoded, positive = checked.pairs, checked.positive
     whole = [i for i, pair in enumerate(encoded) if pair]
     if not whole:
         return

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
         from sdmlm.finetuning import recipe, run, settings, threads
 
         output = args.output or (recipe.read_recipe(args.recipe).get("output") if args.recipe else None)
-        fresh_rehearsal = args.dry_run and not args.resume
-        record = None if fresh_rehearsal else settings.record_to_resume(output, args.resume)
+        only_checks = args.dry_run and not args.resume
+        record = None if only_checks else settings.record_to_resume(output, args.resume)
         asked = settings.read_settings(
             _given(args), args.recipe, record, resume=args.resume, needs_output=not args.dry_run
         )

@@ -17,7 +17,7 @@ Pair = tuple[Encoded, Encoded]  # the positive and the negative document of a ro
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """The results of a dry run. `pairs` has None for a training row that is too long."""
 
     summary: dict[str, Any]
@@ -25,7 +25,7 @@ class Rehearsal:
     positive: list[bool]  # which training rows the first epoch represents by their positive
 
 
-def rehearse(run: TrainingRun) -> Rehearsal:
+def dry_run(run: TrainingRun) -> DryRun:
     """Lengths, classes, memory and steps of a run."""
     pairs, lengths = _encode_all(run)
     positive = {
@@ -40,12 +40,12 @@ def rehearse(run: TrainingRun) -> Rehearsal:
         "memory": _memory(run, pairs),
         "steps": run.steps(),
     }
-    return Rehearsal(summary, pairs, positive["train"])
+    return DryRun(summary, pairs, positive["train"])
 
 
-def check_trainable(run: TrainingRun, rehearsal: Rehearsal) -> None:
+def check_trainable(run: TrainingRun, checked: DryRun) -> None:
     """Raise the error with which training would refuse these rows, if it would."""
-    if rehearsal.summary["lengths"]["refused"]:
+    if checked.summary["lengths"]["refused"]:
         run.encoded()
     check_draws(run.config, run.data["train"]["used"], run.data["calibration"]["used"])
 
