@@ -51,7 +51,7 @@ _CANDIDATES = 100
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rule looks at, for N points: confidence, Distance and prediction; `labels` where they are known."""
+    """The input of a rule for N points: confidence, Distance and prediction; `labels` if they are known."""
 
     confidence: Floats
     d: Floats
@@ -144,7 +144,7 @@ class CertifiedRule:
         return (
             f"Certified: with probability at least {1 - self.delta:g}, at least {self.alpha:.0%} {covered} are right, for new "
             f"points like the {self.held_out} held-out ones.{rest} It says nothing about other kinds of points; "
-            f"the Distance bound, which gives up {self.epsilon:.0%} of known points, is there to reject those."
+            f"the Distance bound is there to reject those, and also rejects {self.epsilon:.0%} of known points."
         )
 
     def __str__(self) -> str:
@@ -193,10 +193,10 @@ def certify_rule(
     classes: Sequence[int] | None = None,
     candidates: int = _CANDIDATES,
 ) -> CertifiedRule:
-    """The loosest rule whose promise holds with probability 1 - delta; see the module's text.
+    """The loosest rule whose promise holds with probability 1 - delta; see the module docstring.
 
-    `calibration`: out-of-sample evidence of points that were fitted over; they choose the candidates and the Distance bound.
-    `held_out`: labelled points that played no part in fitting. `classes`: the predicted classes to accept (default: all).
+    `calibration`: out-of-sample evidence of the fitted points, from which candidates and Distance bound are chosen.
+    `held_out`: labelled points that were not used for fitting. `classes`: the predicted classes to accept (default: all).
     """
     check_promise(alpha, delta, promise, epsilon)
     covered = sorted(range(n_classes) if classes is None else {int(c) for c in classes})
@@ -233,7 +233,7 @@ def certify_rule(
 
 
 def check_promise(alpha: float, delta: float, promise: str, epsilon: float) -> None:
-    """Refuse what no rule can promise."""
+    """Refuse settings that no rule can promise."""
     check_alpha(alpha)
     if not 0.0 < delta < 1.0:
         raise BadSetting("delta", f"is {delta!r} but must be between 0 and 1: 0.05 is usual.")
@@ -272,7 +272,7 @@ def _test_groups(promise: Promise, group: Sequence[int], held_out: Evidence, ins
 
 
 def least_points(alpha: float, delta: float) -> int:
-    """How many held-out points are needed where not one of them is wrong."""
+    """How many held-out points are needed if none of them is wrong."""
     return 0 if alpha == 1.0 else math.ceil(math.log(delta) / math.log(alpha))
 
 
@@ -288,7 +288,7 @@ def _needed(calibration: Evidence, rule: CertifiedRule) -> int:
         a = accuracy[k - 1]
         if a <= rule.alpha:
             continue
-        # The normal approximation of the test, and no fewer than an unbroken run needs.
+        # The normal approximation of the test, and at least as many as are needed without an error.
         z = -2.0
         n = max(math.log(rule.delta) / math.log(rule.alpha), (z / (a - rule.alpha)) ** 2 * a * (1 - a))
         total = math.ceil(n * len(order) / k)

@@ -1,7 +1,7 @@
-"""Several SDM layers that agree: their signals are averaged before Algorithm 1 (docs/method.md, 3.4).
+"""Several SDM layers whose signals are averaged before Algorithm 1 (docs/method.md, 3.4).
 
-A run of q agreeing neighbours ends at the first bad one. With a share rho of bad neighbours it is a geometric draw of mean 1 /
-rho, so one layer gives a noisy estimate of local accuracy, and the region that follows from it is partly luck. So the points
+A run of q agreeing neighbours ends at the first that does not agree. If a share rho does not agree, q is about a geometric random
+number with mean 1 / rho: one layer gives a noisy estimate of local accuracy, and its region depends on chance. So the points
 are partitioned at random several times (in halves, or in five folds where they are few). For each fold a layer is fitted
 on the other points. Every point is out of sample in one layer of each partition, and log(1 + q), d and z' are averaged over
 those. In whitened h, the eCDFs for d hold the points of all folds of a partition. A new point is scored by the first layer of each partition: by as many layers as a calibration point was, so that
@@ -35,10 +35,10 @@ class AveragedLayers(Regions):
         self.calibrate()
 
     def calibrate(self) -> None:
-        """Average the calibration points of all layers, and forget the regions found before."""
+        """Average the calibration points of all layers, and drop cached regions."""
         where: dict[Any, int] = {}
         self.folds = 0
-        for layer in self.layers:  # the first partition ends where points come again
+        for layer in self.layers:  # the first partition ends where its points repeat
             if layer.calibration_ids[0] in where:
                 break
             where.update({name: len(where) + i for i, name in enumerate(layer.calibration_ids)})
@@ -135,7 +135,7 @@ class AveragedLayers(Regions):
         return z, SupportMatch(torch.expm1(logs), nearest, at), d
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
-        """Labelled points join the support of every layer."""
+        """Add labelled points to the support of every layer."""
         for layer in self.layers:
             layer.add(x, labels, ids)
         self.calibrate()

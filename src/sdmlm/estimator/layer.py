@@ -1,4 +1,4 @@
-"""One fitted SDM layer: adaptor, support set, eCDFs and the calibration points that decide its region."""
+"""One fitted SDM layer: adaptor, support set, eCDFs, and the calibration points that its region follows from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sdmlm.estimator.scores import Scores
 from sdmlm.estimator.support import SupportMatch, SupportSet
 from sdmlm.estimator.whitening import Whitening, relative_distance
 
-# Where `highest_alpha` looks: every hundredth, and finer towards 1.
+# The values of alpha that `highest_alpha` tries: every hundredth, and finer towards 1.
 ALPHA_GRID: tuple[float, ...] = (*(round(0.51 + 0.01 * i, 2) for i in range(49)), 0.995, 0.999, 1.0)
 
 # How much a distance may differ with the batch that h' was computed in, as a share of |h'|: some units of float32.
@@ -68,7 +68,7 @@ def activate(z: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def confidence_of(z: Tensor, q: Tensor) -> Tensor:
-    """Similarity and Magnitude in one figure, (N,): the log-odds of the SDM output at the prediction, with d = 1.
+    """Similarity and Magnitude in one number, (N,): the log-odds of the SDM output at the prediction, with d = 1.
 
     Minus infinity where q = 0: such a point is out of distribution, whatever its Magnitude.
     """
@@ -173,7 +173,7 @@ class SDMLayer(Regions):
         return int(self._z_ca.shape[1])
 
     def calibrate(self) -> None:
-        """q, d, SDM output and q' of the calibration points against the support as it is now."""
+        """Compute q, d, SDM output and q' of the calibration points with the present support."""
         predictions = self._z_ca.argmax(dim=1)
         match = _on_cpu(self.support.query(self.calibration_vectors, predictions))
         distance = match.d_nearest
@@ -254,7 +254,7 @@ class SDMLayer(Regions):
         return z, match, d
 
     def output(self, x: Tensor, exclude: Tensor | None = None) -> Tensor:
-        """SDM(z') of raw vectors, (N, C) on the CPU: what a training step needs, without the rest of `score`."""
+        """SDM(z') of raw vectors, (N, C) on the CPU: for training steps, which do not need the rest of `score`."""
         z, match, d = self.signals(x, exclude)
         return sdm(z, match.q, d)
 
@@ -273,7 +273,7 @@ class SDMLayer(Regions):
         return scores_of(z, match, d, self.calibration, alpha, regions or self.region)
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
-        """Add labelled points to the support. Weights and predictions stay; q and d change, so the region is recomputed."""
+        """Add labelled points to the support. Weights and predictions do not change; q, d and the region are recomputed."""
         vectors, z = self.adaptor(x)
         self.support.add(vectors, labels, z.argmax(dim=1))
         if self.whitening is not None and self.whitened is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sdmlm.estimator.fitted import FittedLayers
 
 KIND, VERSION = "sdmlm estimator", 2  # 1: before averaged layers and certified rules
-_NOT_SAVED = ("self", "device", "progress")  # they belong to the machine, not to what was fitted
+_NOT_SAVED = ("self", "device", "progress")  # they are about the machine, not about the fit
 
 
 def save(estimator: SDMEstimator, folder: str | Path) -> None:

@@ -1,14 +1,14 @@
 """The support set: exact Similarity q and distance to the nearest match (docs/method.md, 3.2).
 
-For a query with prediction c the support falls into two groups. *Matches* are correctly predicted as c; every other
-vector *ends the run*. q is the number of matches strictly nearer than the nearest vector that ends the run. So one pass
-over the run-enders finds that distance, one pass over the matches counts below it, and together the two passes are a
-single matrix product, block by block: no sort, no top-k, no cap, bounded memory.
+For a query with prediction c the support has two kinds of vectors. *Matches* are correctly predicted as c; every other
+vector *ends the run*. q is the number of matches strictly nearer than the nearest vector that ends the run. One pass
+over the vectors that end the run finds that distance, and one pass over the matches counts those below it. Together they are
+one matrix product, block by block: no sorting, no top-k, no cap, bounded memory.
 
-Distances come from |a|^2 + |b|^2 - 2ab, which is fast but inexact. Whatever lies within the rounding error of a decision
-is recomputed from the differences in double precision, so the answers are those of exact arithmetic on the given vectors
-(up to double-precision rounding), and a duplicate is at distance 0. Where that would be most of a batch (clusters that are
-tight beside their distance from each other), the batch starts again with products in double precision.
+Distances are computed as |a|^2 + |b|^2 - 2ab, which is fast but inexact. Distances within the rounding error of a decision
+are computed again from the differences in double precision, so the results are those of exact arithmetic on the given vectors
+(up to double-precision rounding), and a duplicate is at distance 0. If that would be most of a batch (tight clusters that are
+far from each other), the batch is computed again with products in double precision.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from sdmlm.estimator.vectors import as_vectors, checked_labels, integers
 _SIGMAS = 8.0
 
 _LEAST, _MOST = 1e-25, 1e37  # squared norms with which products in float32 keep their relative precision
-_QUERY_BLOCK = 512  # queries a time: enough to keep the matrix product busy
-_SUPPORT_BLOCK = 4096  # support rows a time, fewer where memory_mb says so
+_QUERY_BLOCK = 512  # queries at a time: enough for a fast matrix product
+_SUPPORT_BLOCK = 4096  # support rows at a time, fewer if memory_mb is small
 
 
 @dataclass(frozen=True)
 class SupportMatch:
-    """What the support says about N queries."""
+    """The matches of N queries in the support."""
 
     q: Tensor  # (N,) int64: Similarity
     d_nearest: Tensor  # (N,) float64: Euclidean distance to the nearest support vector, inf if there is none
@@ -79,7 +79,7 @@ class SupportSet:
         ends = torch.cumsum(sizes, 0)
         starts = ends - sizes
         self._spans = {int(c): (int(s), int(e)) for c, s, e in zip(classes, starts, ends, strict=True) if c >= 0}
-        # Far from the origin |a|^2 + |b|^2 - 2ab cancels badly and the exact path would have to do all the work.
+        # Far from the origin |a|^2 + |b|^2 - 2ab loses most digits, and nearly all distances would need the exact path.
         mean = self._vectors.sum(dim=0) / max(1, len(group))
         self._norms = self._vectors.square().sum(dim=1)
         self._shift = mean if bool(self._norms.mean() < 2 * mean.square().sum()) else None
@@ -102,7 +102,7 @@ class SupportSet:
         return self._vectors[self._rows]
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors to save: the constructor takes them back by these names."""
+        """The tensors to save; the constructor takes them by these names."""
         return {"vectors": self.vectors, "labels": self.labels, "predictions": self.predictions}
 
     def add(self, vectors: ArrayLike | Tensor, labels: ArrayLike | Tensor, predictions: ArrayLike | Tensor) -> None:
@@ -147,7 +147,7 @@ class SupportSet:
     ) -> tuple[Tensor, Tensor]:
         """The k nearest support vectors: (distances, indices), each (N, k), ties by index.
 
-        Where the support holds fewer than k, the rest is padded with distance inf and index -1.
+        If the support has fewer than k vectors, the rest is padded with distance inf and index -1.
         """
         vectors = self._queries(vectors)
         excluded = self._excluded_rows(exclude, vectors)
@@ -195,12 +195,12 @@ class SupportSet:
             return stop, stop_at, *queries.count_below(stop, own)
 
         stop, stop_at, q, near, near_at = self._closely(vectors, excluded, both)
-        # Of two equally near vectors the one with the lower index, so that the order of the groups does not show.
+        # Of two equally near vectors take the one with the lower index: the result must not depend on the arrangement.
         first = (near < stop) | ((near == stop) & (near_at < stop_at) & (near_at >= 0))
         return q, torch.where(first, near, stop), torch.where(first, near_at, stop_at)
 
     def _closely(self, vectors: Tensor, excluded: Tensor, ask: Callable[[_Queries], tuple[Tensor, ...]]) -> Any:
-        """Ask in the vectors' own precision, or in double if too much lies too close together, or out of range, for that."""
+        """Compute in the precision of the vectors, or in double precision if many are too close together or out of range."""
         queries = _Queries(self, vectors, excluded, vectors.dtype)
         with contextlib.suppress(TooClose):
             if queries.in_range:
@@ -323,7 +323,7 @@ class _Queries:
             best.update(start, block)
             below = (block < low[:, None]).sum(dim=1)
             q += below
-            # Where something lies in the band in which rounding could decide, look closely.
+            # Distances so close to the limit that rounding could decide are computed exactly.
             close = ((block <= high[:, None]).sum(dim=1) > below).nonzero().squeeze(1)
             if len(close):
                 part = block[close]
@@ -357,7 +357,7 @@ class _Queries:
 
 
 class _Nearest:
-    """The exact nearest row seen so far, per query; rows beyond `bound` (n,), an approximate distance, are passed over."""
+    """The exact nearest row so far, per query; rows beyond `bound` (n,), an approximate distance, are skipped."""
 
     def __init__(self, queries: _Queries, bound: Tensor | None = None) -> None:
         self.queries = queries
@@ -366,7 +366,7 @@ class _Nearest:
         self._least = queries.full(torch.inf, queries.near.dtype) if bound is None else bound
 
     def update(self, start: int, block: Tensor) -> None:
-        """Take in a block: only entries within rounding error of the smallest so far are looked at exactly."""
+        """Include a block; exact distances are only computed for entries within rounding error of the smallest so far."""
         least = block.amin(dim=1)
         self._least = torch.minimum(self._least, least)
         limit = self._least + self.queries.slack
@@ -377,7 +377,7 @@ class _Nearest:
         exact, index = self.queries.exact(row, column), self.queries.support._order[column]
         before = self.distance.clone()
         self.distance.scatter_reduce_(0, row, exact, "amin")
-        # Among equals the lowest index: forget the one of a distance that was beaten, then take the least.
+        # Of equal distances the lowest index: drop the index of a larger distance, then take the least.
         none = len(self.queries.support)
         old = torch.where((self.index < 0) | (self.distance < before), none, self.index)
         best = exact == self.distance[row]

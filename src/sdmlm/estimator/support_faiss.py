@@ -1,8 +1,8 @@
 """An approximate support set on a FAISS index, for supports beyond a million vectors (extra `faiss`).
 
-Approximate in two ways: the index looks only into some of its cells, so neighbours can be missed; and q is capped at the
-number of neighbours that it returns. A region must be calibrated with the same index that scores: the estimator does so,
-and saves the index itself, not a recipe for it.
+It is approximate in two ways: the index searches only some of its cells, so neighbours can be missed; and q is capped at the
+number of neighbours that it returns. A region must be calibrated with the same index that is used for scoring: the estimator
+does so, and saves the index itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError as error:
 
 
 class FaissSupportSet(SupportSet):
-    """SupportSet's methods over an inverted-file index. `index` is a serialised one, made anew where not given."""
+    """SupportSet with an inverted-file index. `index` is a serialised index; without it, one is built."""
 
     approximate = True
     default_max_q = 2048  # as in the published code
