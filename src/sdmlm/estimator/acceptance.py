@@ -2,16 +2,17 @@
 
 A rule accepts a point when two things hold. Its *confidence* (Similarity and Magnitude: the log-odds of the SDM output at d =
 1) is at least a threshold t, and its *Distance* d is at least a bound below which only a share epsilon of the known points lies.
-The first part carries the promise. The second is the price for seeing shifts, about which no certificate can say anything.
+The certificate is about the confidence threshold. The Distance bound is there to reject points of another kind, about which no
+certificate can say anything; its cost is that it also rejects the share epsilon of known points.
 
 The threshold is found on points that played no part in fitting. Candidate thresholds come from the calibration points and are
-tried in a fixed order, from the one that those points call most likely to pass towards looser ones, until one fails. Each is
-tested against "the accuracy among the accepted is below alpha" by the exact binomial test (`threshold_tests` has the procedures
-and their proofs). So with probability at least 1 - delta the accuracy among the accepted is at least alpha, for new
-points drawn like the held-out ones.
+tested in a fixed order until one fails: first the one most likely to pass by those points, then lower and lower ones. Each is
+tested by the exact binomial test; the null hypothesis is that the accuracy among the accepted points is below alpha
+(`threshold_tests` has the procedures and their proofs). So with probability at least 1 - delta the accuracy among the accepted
+points is at least alpha, for new points drawn like the held-out ones.
 
 promise="overall"    over all accepted points
-promise="predicted"  for each predicted class: a threshold per class; a class that is done leaves its level to the others
+promise="predicted"  for each predicted class, with a threshold for each
 promise="class"      for each predicted and each true class, as the papers ask: one threshold, all tests must pass
 """
 
@@ -193,7 +194,7 @@ def certify_rule(
     classes: Sequence[int] | None = None,
     candidates: int = _CANDIDATES,
 ) -> CertifiedRule:
-    """The loosest rule whose promise holds with probability 1 - delta; see the module docstring.
+    """The rule that accepts the most among those tested and passed; its promise holds with probability at least 1 - delta.
 
     `calibration`: out-of-sample evidence of the fitted points, from which candidates and Distance bound are chosen.
     `held_out`: labelled points that were not used for fitting. `classes`: the predicted classes to accept (default: all).
@@ -256,7 +257,7 @@ def _tests(
     made = []
     for name, members in _test_groups(rule.promise, group, held_out, inside):
         n, errors = int(members.sum()), int((members & ~held_out.right).sum())
-        p_value = float(binom.cdf(errors, n, 1.0 - rule.alpha))  # nothing accepted proves nothing (1)
+        p_value = float(binom.cdf(errors, n, 1.0 - rule.alpha))  # 1 if nothing is accepted
         made.append(RuleTest(float(threshold), name, n, errors, p_value, p_value <= level))
     return made
 
@@ -272,7 +273,7 @@ def _test_groups(promise: Promise, group: Sequence[int], held_out: Evidence, ins
 
 
 def least_points(alpha: float, delta: float) -> int:
-    """How many held-out points are needed if none of them is wrong."""
+    """The least number of held-out points with which a test can pass: enough if no prediction is wrong."""
     return 0 if alpha == 1.0 else math.ceil(math.log(delta) / math.log(alpha))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sdmlm.estimator.activation import full_precision
 from sdmlm.estimator.support_single import SingleQuery, TooClose
-from sdmlm.estimator.vectors import as_vectors, checked_labels, integers
+from sdmlm.estimator.vectors import as_vectors, checked_labels, equal_rows, integers
 
 # Rounding errors of a length-M dot product grow like sqrt(M); eight standard deviations are never exceeded in practice
 # (Higham & Mary 2019: each one with probability below 1e-13).
@@ -87,7 +87,7 @@ class SupportSet:
         if self._shift is not None:
             self._near = self._vectors - mean
             self._norms = self._near.square().sum(dim=1)
-        self._twin = _twins(self._vectors, self._norms)
+        self._twin = equal_rows(self._vectors, self._norms)
         self._largest = float(self._norms.max()) if len(group) else 0.0
         if not _LEAST <= self._largest <= _MOST:
             parts = self._near.split(_SUPPORT_BLOCK) if len(group) else ()
@@ -383,23 +383,3 @@ class _Nearest:
         best = exact == self.distance[row]
         old.scatter_reduce_(0, row[best], index[best], "amin")
         self.index = torch.where(old < none, old, -1)
-
-
-def _twins(vectors: Tensor, norms: Tensor) -> Tensor | None:
-    """For each row the index of an equal row, or its own; None if no equal rows are found.
-
-    Equal rows have equal norms, so only neighbours in the order of the norms are compared, which is cheap. A duplicate is
-    missed if a different row of the same norm lies between: this costs time, but does not change results.
-    """
-    order = torch.argsort(norms, stable=True)
-    after, before = order[1:], order[:-1]
-    again = norms[after] == norms[before]
-    maybe = again.nonzero().squeeze(1)
-    for part in maybe.split(_SUPPORT_BLOCK):
-        again[part] = (vectors[after[part]] == vectors[before[part]]).all(dim=1)
-    if not bool(again.any()):
-        return None
-    new = torch.cat([again.new_ones(1), ~again])  # the first of its kind in the order
-    twin = torch.empty_like(order)
-    twin[order] = order[new][torch.cumsum(new, 0) - 1]
-    return twin

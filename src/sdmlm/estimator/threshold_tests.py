@@ -1,20 +1,20 @@
 """Which thresholds of a score pass the test "at least alpha of what it accepts is right", and in which order they are tested.
 
-Candidates and their order follow from calibration points alone, so for the held-out points they are fixed beforehand.
+Candidates and their order are chosen from calibration points alone, so they do not depend on the held-out points.
 
-`fixed_sequence` tests one list of candidates, each at the full level, until one fails. Proof that it is wrong with probability
-at most delta: to certify a threshold of too low an accuracy, the first such threshold of the list must pass, and one exact
-test passes wrongly with probability at most delta.
+`fixed_sequence` tests one list of candidates, each at level delta, until one fails. Proof that it is wrong with probability
+at most delta: a threshold whose accuracy is too low is only certified if the first such threshold of the list passes, and an
+exact test passes such a threshold with probability at most delta.
 
-`by_class` certifies a threshold for each class. The K classes that have a fair chance get a list of candidates each. A class is
-done when all of its list have passed. Lists are tested in turn, each candidate at level delta / (number of classes that are not
-done): a class that is done leaves its level to the others (Holm's procedure, for lists). When all are done, looser candidates, and
-those of the classes without a list, follow as one fixed sequence at level delta.
+`by_class` certifies a threshold for each class. Each class that is likely enough to pass gets a list of candidates, and is done
+when all candidates of its list have passed. The lists are tested in turn, each candidate at level delta / (number of classes that
+are not done). So the level rises for the others when a class is done (Holm's procedure, for lists). When all are done, lower
+thresholds, and those of the classes without a list, follow as one fixed sequence at level delta.
 
-Proof: call a threshold bad if its accuracy is too low, and let T be the classes whose list has a bad one. If T is not empty: before
-the first bad threshold passes, none of T is done, so levels are at most delta / |T|; and that threshold is the first bad one of some
-list in T, for it passes only after all before it. So the probability that any bad threshold passes is at most |T| * delta / |T|. If T is
-empty, only the fixed sequence at the end can go wrong, with probability at most delta.
+Proof: call a threshold bad if its accuracy is too low, and let T be the set of classes whose list has a bad one. If T is empty, only
+the fixed sequence at the end can go wrong, with probability at most delta. Otherwise: until a bad threshold passes, no class of T is
+done, so all levels are at most delta / |T|. The bad threshold that passes first is the first bad one of its list, because a list is
+tested in order. So the probability that any bad threshold passes is at most |T| * delta / |T| = delta.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Passes = Callable[[int, float, float], bool]  # (class, threshold, level) -> whether the test passes
 
-_FAIR = 0.5  # the chance to pass from which a class gets a list of its own
-_PART = 0.5  # of the best chance in a list: it ends before candidates with less
+_FAIR = 0.5  # a class gets a list if one of its candidates passes with at least this probability
+_PART = 0.5  # a list ends before the first candidate whose probability to pass is below this share of the best one
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Candidates:
     expected: Floats
 
     def chances(self, alpha: float, level: float) -> Floats:
-        """The chance that each passes at this level, given its errors on calibration points.
+        """The probability that each passes at this level, estimated from its errors on calibration points.
 
-        The number of errors among n held-out points is beta-binomial, by Jeffreys' prior for the error rate.
+        With Jeffreys' prior for the error rate, the number of errors among n held-out points is beta-binomial.
         """
         n = self.expected
         allowed = binom.ppf(level, n, 1.0 - alpha)  # the most errors with which the test passes, or one more
@@ -72,7 +72,7 @@ def beta_binomial_cdf(k: Floats, n: Floats, a: Floats, b: Floats) -> Floats:
 
 
 def thresholds_of(confidence: Floats, most: int) -> Floats:
-    """At most so many quantiles of the confidence of calibration points, from strict to loose."""
+    """Quantiles of the confidence of calibration points, `most` of them or fewer, from strict to loose."""
     finite = confidence[np.isfinite(confidence)]  # minus infinity marks q = 0, which is never accepted
     if not len(finite):
         return finite
@@ -80,7 +80,7 @@ def thresholds_of(confidence: Floats, most: int) -> Floats:
 
 
 def candidates_at(thresholds: Floats, confidence: Floats, right: Mask, share: float) -> Candidates:
-    """What these calibration points say of the thresholds. `share`: held-out points for each calibration point."""
+    """The thresholds with the counts of these calibration points. `share`: number of held-out points per calibration point."""
     order = np.argsort(-confidence, kind="stable")
     errors = np.concatenate([[0], np.cumsum(~right[order])])
     seen = np.searchsorted(-confidence[order], -thresholds, side="right")
@@ -88,9 +88,9 @@ def candidates_at(thresholds: Floats, confidence: Floats, right: Mask, share: fl
 
 
 def candidate_order(found: Sequence[Candidates], alpha: float, level: float) -> Floats:
-    """The thresholds in the order in which they are tested: the likeliest to pass, then looser and looser.
+    """The thresholds in the order in which they are tested: first the one most likely to pass, then lower and lower ones.
 
-    `found`: the same thresholds for each group of points whose test must pass; the group with the least chance counts.
+    `found`: the same thresholds for each group of points whose test must pass; the group least likely to pass counts.
     """
     thresholds = found[0].thresholds
     if not len(thresholds):
@@ -100,7 +100,7 @@ def candidate_order(found: Sequence[Candidates], alpha: float, level: float) -> 
 
 
 def fixed_sequence(order: Floats, passes: Callable[[float], bool]) -> float:
-    """The last threshold before the first that fails; infinite if already the first one does."""
+    """The last threshold before the first that fails; infinite if the very first fails."""
     certified = np.inf
     for threshold in order.tolist():
         if not passes(threshold):
@@ -110,7 +110,7 @@ def fixed_sequence(order: Floats, passes: Callable[[float], bool]) -> float:
 
 
 def by_class(found: Mapping[int, Candidates], alpha: float, delta: float, passes: Passes) -> dict[int, float]:
-    """The certified threshold of each class (infinite for none); the module's text has the procedure and its proof."""
+    """The certified threshold of each class, infinite for none. The module docstring has the procedure and its proof."""
     found = {c: one for c, one in found.items() if len(one.thresholds)}
     best = {c: float(one.chances(alpha, delta).max()) for c, one in found.items()}
     fair = [c for c in found if best[c] >= _FAIR] or sorted(found, key=lambda c: -best[c])[:1]
@@ -120,7 +120,7 @@ def by_class(found: Mapping[int, Candidates], alpha: float, delta: float, passes
     waiting = list(fair)
     while waiting:
         level = delta / len(waiting)
-        stuck = [c for c in waiting if tried[c] >= level]  # failed at this level: only a higher one can help
+        stuck = [c for c in waiting if tried[c] >= level]  # failed at this level, so can only pass at a higher one
         if len(stuck) == len(waiting):
             return certified
         for c in (c for c in waiting if c not in stuck):
@@ -137,7 +137,7 @@ def by_class(found: Mapping[int, Candidates], alpha: float, delta: float, passes
 
 
 def _first_list(found: Candidates, alpha: float, level: float) -> list[float]:
-    """From the candidate with the best chance to pass, looser and looser while the chance is not much worse."""
+    """The candidate most likely to pass, then lower ones as long as they are not much less likely to pass."""
     chances = found.chances(alpha, level)
     start = int(np.argmax(chances))
     worse = np.flatnonzero(chances[start:] < _PART * chances[start])
@@ -148,7 +148,7 @@ def _first_list(found: Candidates, alpha: float, level: float) -> list[float]:
 def _looser(
     found: Mapping[int, Candidates], lists: Mapping[int, list[float]], alpha: float, delta: float
 ) -> list[tuple[float, int, float]]:
-    """(minus the chance to pass, class, threshold) of all other candidates; those of a class from strict to loose."""
+    """(minus the probability to pass, class, threshold) of all other candidates; those of a class from strict to loose."""
     rest = []
     for c, one in found.items():
         chances = one.chances(alpha, delta)

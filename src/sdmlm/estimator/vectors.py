@@ -1,4 +1,4 @@
-"""Checks of the vectors, labels and predictions that a support is made of."""
+"""The vectors, labels and predictions that a support is made of: checks, and the search for equal rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+
+_BLOCK = 4096  # rows compared at a time
 
 
 def as_vectors(values: ArrayLike | Tensor) -> Tensor:
@@ -37,3 +39,23 @@ def integers(values: ArrayLike | Tensor, name: str, vectors: Tensor) -> Tensor:
     if tensor.shape != (len(vectors),):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)} but there are {len(vectors)} vectors.")
     return tensor.to(device=vectors.device, dtype=torch.long)
+
+
+def equal_rows(vectors: Tensor, norms: Tensor) -> Tensor | None:
+    """For each row the index of an equal row, or its own; None if no equal rows are found.
+
+    Equal rows have equal norms, so only neighbours in the order of the norms are compared, which is cheap. A duplicate is
+    missed if a different row of the same norm lies between: this costs time, but does not change results.
+    """
+    order = torch.argsort(norms, stable=True)
+    after, before = order[1:], order[:-1]
+    again = norms[after] == norms[before]
+    maybe = again.nonzero().squeeze(1)
+    for part in maybe.split(_BLOCK):
+        again[part] = (vectors[after[part]] == vectors[before[part]]).all(dim=1)
+    if not bool(again.any()):
+        return None
+    new = torch.cat([again.new_ones(1), ~again])  # the first of its kind in the order
+    twin = torch.empty_like(order)
+    twin[order] = order[new][torch.cumsum(new, 0) - 1]
+    return twin

@@ -1,11 +1,11 @@
 """Distance in whitened h: how far a point is in units of the spread within the classes (docs/method.md, 3.4).
 
-The trained exemplar vectors follow the directions that tell classes apart and hardly see others, in which most shifts happen.
-Here every direction counts by the spread of the known points of a class along it, with Ledoit-Wolf shrinkage.
+The trained exemplar vectors mainly show the directions that distinguish the classes, but most shifts happen in other directions.
+Whitening divides each direction by the spread of the points within a class along it, with Ledoit-Wolf shrinkage of the covariance.
 
-A point of an unseen class often lies between known classes: not far from all points, but hardly nearer to those of the class that
-is predicted than to others. So the distance to the nearest known point is multiplied by how much farther the nearest
-one of the predicted class is than the nearest of another class.
+A point of an unseen class often lies between known classes: not far from every point, but hardly nearer to the predicted class than
+to others. So the distance to the nearest known point is multiplied by a ratio: the distance to the nearest point of the predicted
+class over the distance to the nearest other point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Whitening:
 
     @classmethod
     def fit(cls, x: Tensor, labels: Tensor) -> Whitening:
-        """From points (N, D) with their classes."""
+        """Compute the map from points (N, D) with their classes."""
         mean, std = standardization(x, "feature")
         points, y = ((x - mean) / std).cpu().double().numpy(), labels.cpu().numpy()
         axes = principal_components(points)

@@ -7,7 +7,6 @@ to the original prompt, however it was generated, so `verify(prompt, text)` give
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from sdmlm.generation import storage
 from sdmlm.generation.answers import Answer, Sampling, check_whole
 from sdmlm.generation.feedback import FeedbackStore, label_number
 from sdmlm.generation.judging import applicable, by_certificate, verifications, widened
-from sdmlm.generation.summaries import add_missing, check_summary
+from sdmlm.generation.summaries import add_missing, check_summary, reading_precision
 from sdmlm.generation.verification import Verification
 from sdmlm.generation.writing import write_answers
 from sdmlm.language_model.answer_rule import AnswerCertificate
@@ -254,12 +253,11 @@ class SDMLanguageModel:
 
         `listeners` maps a prompt's index to a callback for the pieces of its answer; the answer ends when the callback
         returns False. `keep_going(index)` is called after every token; the answer ends when it returns False.
-        For search: the LM reads `contexts` instead of the prompts, and its turn begins with the ids `prefixes`. The text that it
-        reads is then not the document that is judged, so `judge` computes h.
+        For search: the LM reads `contexts` instead of the prompts, and its turn begins with the ids `prefixes`; `judge` computes h.
         """
         # A larger max_new_tokens must not shorten the prompt further.
         room = answer_room(self.encoder, min(sampling.max_new_tokens, self.sampling().max_new_tokens))
-        with self._precision():
+        with reading_precision(self.model, self.metadata):
             how = prompts, sampling, seeds, room, self.tokens_per_batch, listeners or {}, keep_going, progress
             return write_answers(self.model, self.encoder, *how, contexts, prefixes, self.reads_likelihood)
 
@@ -287,16 +285,9 @@ class SDMLanguageModel:
 
     def whole_summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
         """h of each answer's document: from its generation where that is exact, otherwise from a pass over it."""
-        with self._precision():
+        with reading_precision(self.model, self.metadata):
             how = self.reads_likelihood, self.tokens_per_batch, progress
             return add_missing(self.model, self.encoder, answers, *how)
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with the precision in which the SDM layer's documents were read: autocast, if training used it."""
-        name = self.metadata.get("autocast")
-        if name is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, dtype=getattr(torch, name))
 
     def score(self, h: Tensor, alpha: float) -> Scores:
         """Scores of summaries at an alpha, with decisions by `region`."""

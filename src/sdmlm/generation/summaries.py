@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ def check_summary(kind: str, model: Any, features: int, reduction: Reduction | N
         raise ValueError(
             f"The SDM layer reads summaries {features} wide but this model gives {width}: it belongs to another model."
         )
+
+
+def reading_precision(model: Any, metadata: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """A context with the precision in which the SDM layer's documents were read: autocast, if training used it."""
+    name = metadata.get("autocast")
+    return nullcontext() if name is None else torch.autocast(model.device.type, dtype=getattr(torch, name))
 
 
 def add_missing(
