@@ -55,6 +55,6 @@ def test_the_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         [output["output_type"] for output in cell] for cell in outputs
     ]
     kept = text_of(cells)
-    for words in ("Accepted: ", "Verified: ", "points to fit on", "held-out prompts rightly"):
+    for words in ("Accepted: ", "Verified: ", "points to fit on", "held-out prompts correctly"):
         assert kept.count(words) == shown.count(words) > 0
     assert str(ROOT) not in NOTEBOOK.read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def test_compare_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "Self-consistency generates 2 more answers" in shown
-    assert "held-out prompts rightly" in shown
+    assert "held-out prompts correctly" in shown
 
 
 def test_generate_and_verify_name_the_certificate(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ def test_an_lm_that_is_always_right_or_wrong_is_told() -> None:
     right = [OwnDocument(i, "greedy", "a", True) for i in range(40)]
     wrong = [OwnDocument(i, "greedy", "a", False) for i in range(40)]
     assert "too few to learn its errors from" in str(_too_little(right, 40, 40))
-    assert "0 of 40 calibration prompts rightly: it is the language model" in str(_too_little(wrong, 0, 40))
+    assert "0 of 40 calibration prompts correctly: improve the language model first" in str(_too_little(wrong, 0, 40))
     assert _too_little([*right, *wrong], 20, 40) is None
 
 

@@ -68,7 +68,7 @@ def certificate(threshold: float = 0.8, **changes: Any) -> AnswerCertificate:
 
 def test_the_sentence_tells_right_answers_share_and_promise() -> None:
     says = certificate().sentence()
-    assert "answered 190 of 200 held-out prompts rightly" in says
+    assert "answered 190 of 200 held-out prompts correctly" in says
     assert "about 90 will be verified" in says
     assert "at least 95% of those are right" in says
     assert "not for text by others" in says

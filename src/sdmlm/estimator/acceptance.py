@@ -222,8 +222,8 @@ def certify_rule(
         return [candidates_at(thresholds, calibration.confidence[m], calibration.right[m], share) for m in members]
 
     if promise == "predicted":
-        found = {c: candidates_of([c], "overall")[0] for c in covered}
-        by_c = by_class(found, alpha, delta, lambda c, threshold, level: passes([c], threshold, level))
+        by_predicted = {c: candidates_of([c], "overall")[0] for c in covered}
+        by_c = by_class(by_predicted, alpha, delta, lambda c, threshold, level: passes([c], threshold, level))
     else:
         order = candidate_order(candidates_of(covered, promise), alpha, delta)
         threshold = fixed_sequence(order, lambda threshold: passes(covered, threshold, delta))

@@ -1,10 +1,10 @@
 """A certificate for the high-reliability region, by tests on points that were not used to find it.
 
-For each threshold t of a grid that is fixed beforehand, the region with q'_min = t is tested, for each predicted class, against
-"its accuracy is below alpha": given how many points it accepts, the number of errors among them is binomial, so the test is
-exact. A region passes if every class does (an intersection-union test, which needs no correction over classes), at the level
+For each threshold t of a grid that is fixed beforehand, the region with q'_min = t is tested for each predicted class. The null
+hypothesis is that the accuracy is below alpha. Given how many points the region accepts, the number of errors among them is
+binomial, so the test is exact. A region passes if every class does (an intersection-union test, which needs no correction over classes), at the level
 delta / (size of the grid) (Bonferroni over thresholds). So with probability at least 1 - delta, no region that passes has an
-accuracy below alpha, and the loosest of them may be chosen.
+accuracy below alpha, and the one that accepts the most may be chosen.
 """
 
 from __future__ import annotations

@@ -87,15 +87,15 @@ def candidates_at(thresholds: Floats, confidence: Floats, right: Mask, share: fl
     return Candidates(thresholds, seen.astype(float), errors[seen].astype(float), np.round(seen * share))
 
 
-def candidate_order(found: Sequence[Candidates], alpha: float, level: float) -> Floats:
+def candidate_order(candidates: Sequence[Candidates], alpha: float, level: float) -> Floats:
     """The thresholds in the order in which they are tested: first the one most likely to pass, then lower and lower ones.
 
-    `found`: the same thresholds for each group of points whose test must pass; the group least likely to pass counts.
+    `candidates`: the same thresholds for each group of points whose test must pass; the group least likely to pass counts.
     """
-    thresholds = found[0].thresholds
+    thresholds = candidates[0].thresholds
     if not len(thresholds):
         return thresholds
-    chances = np.min([one.chances(alpha, level) for one in found], axis=0)
+    chances = np.min([one.chances(alpha, level) for one in candidates], axis=0)
     return thresholds[int(np.argmax(chances)) :]
 
 
@@ -109,14 +109,14 @@ def fixed_sequence(order: Floats, passes: Callable[[float], bool]) -> float:
     return float(certified)
 
 
-def by_class(found: Mapping[int, Candidates], alpha: float, delta: float, passes: Passes) -> dict[int, float]:
+def by_class(candidates: Mapping[int, Candidates], alpha: float, delta: float, passes: Passes) -> dict[int, float]:
     """The certified threshold of each class, infinite for none. The module docstring has the procedure and its proof."""
-    found = {c: one for c, one in found.items() if len(one.thresholds)}
-    best = {c: float(one.chances(alpha, delta).max()) for c, one in found.items()}
-    fair = [c for c in found if best[c] >= _FAIR] or sorted(found, key=lambda c: -best[c])[:1]
-    lists = {c: _first_list(found[c], alpha, delta / len(fair)) for c in fair}
+    candidates = {c: one for c, one in candidates.items() if len(one.thresholds)}
+    best = {c: float(one.chances(alpha, delta).max()) for c, one in candidates.items()}
+    fair = [c for c in candidates if best[c] >= _FAIR] or sorted(candidates, key=lambda c: -best[c])[:1]
+    lists = {c: _first_list(candidates[c], alpha, delta / len(fair)) for c in fair}
     at, tried = dict.fromkeys(fair, 0), dict.fromkeys(fair, 0.0)
-    certified = dict.fromkeys(found, np.inf)
+    certified = dict.fromkeys(candidates, np.inf)
     waiting = list(fair)
     while waiting:
         level = delta / len(waiting)
@@ -129,28 +129,28 @@ def by_class(found: Mapping[int, Candidates], alpha: float, delta: float, passes
                 at[c] += 1
             tried[c] = level
         waiting = [c for c in waiting if at[c] < len(lists[c])]
-    for _, c, threshold in sorted(_looser(found, lists, alpha, delta)):
+    for _, c, threshold in sorted(_looser(candidates, lists, alpha, delta)):
         if not passes(c, threshold, delta):
             break
         certified[c] = threshold
     return certified
 
 
-def _first_list(found: Candidates, alpha: float, level: float) -> list[float]:
+def _first_list(candidates: Candidates, alpha: float, level: float) -> list[float]:
     """The candidate most likely to pass, then lower ones as long as they are not much less likely to pass."""
-    chances = found.chances(alpha, level)
+    chances = candidates.chances(alpha, level)
     start = int(np.argmax(chances))
     worse = np.flatnonzero(chances[start:] < _PART * chances[start])
     end = start + int(worse[0]) if len(worse) else len(chances)
-    return [float(t) for t in found.thresholds[start : max(end, start + 1)]]
+    return [float(t) for t in candidates.thresholds[start : max(end, start + 1)]]
 
 
 def _looser(
-    found: Mapping[int, Candidates], lists: Mapping[int, list[float]], alpha: float, delta: float
+    candidates: Mapping[int, Candidates], lists: Mapping[int, list[float]], alpha: float, delta: float
 ) -> list[tuple[float, int, float]]:
     """(minus the probability to pass, class, threshold) of all other candidates; those of a class from strict to loose."""
     rest = []
-    for c, one in found.items():
+    for c, one in candidates.items():
         chances = one.chances(alpha, delta)
         first = int(np.argmax(chances))
         if c in lists:

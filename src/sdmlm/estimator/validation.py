@@ -100,11 +100,11 @@ def check_groups(groups: Any, labels: Tensor, classes: NDArray[Any]) -> NDArray[
         raise ValueError("groups must hold one whole number or text per point: the group that the point belongs to.")
     check_lengths("X", len(labels), "groups", len(array))
     numbers: dict[Any, int] = {}
-    found = np.array([numbers.setdefault(plain_id(value), len(numbers)) for value in array.tolist()], dtype=np.int64)
-    for c, count in enumerate(groups_by_class(labels.cpu().numpy(), found).tolist()):
+    numbered = np.array([numbers.setdefault(plain_id(value), len(numbers)) for value in array.tolist()], dtype=np.int64)
+    for c, count in enumerate(groups_by_class(labels.cpu().numpy(), numbered).tolist()):
         if count < 2:
             raise ValueError(f"All points of class {classes[c]} are in one group: at least two groups are needed.")
-    return found
+    return numbered
 
 
 def check_lengths(name: str, length: int, other: str, other_length: int) -> None:

@@ -1,4 +1,4 @@
-"""A variational Bayesian last layer (VBLL; Harrison, Willes and Snoek 2024), as a rival over fixed embeddings.
+"""A variational Bayesian last layer (VBLL; Harrison, Willes and Snoek 2024), for comparison, over fixed embeddings.
 
 The weights of a linear layer over standardised columns get a Gaussian posterior with independent entries, N(M, V), under the prior
 N(0, 1). It maximises the paper's lower bound on the evidence, in which Jensen's inequality takes the expectation inside the
@@ -6,8 +6,8 @@ log-sum-exp (phi: a point with a 1 appended):
 
     sum_n [ (M phi_n)_y - log sum_c exp( (M phi_n)_c + v_nc / 2 ) ] - KL,    v_nc = sum_j V_cj phi_nj^2
 
-A prediction averages over the posterior by the usual approximation softmax(M phi / sqrt(1 + pi v / 8)), so far from the
-training points, where v is large, it becomes undecided.
+A prediction averages over the posterior by the usual approximation softmax(M phi / sqrt(1 + pi v / 8)). Far from the training
+points v is large, so the probabilities become more equal.
 """
 
 from __future__ import annotations

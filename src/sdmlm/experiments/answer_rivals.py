@@ -1,4 +1,4 @@
-"""Scores that could tell right from wrong answers of a language model: likelihoods, a probe, SDM layers, and the usual bound.
+"""Scores that may distinguish right from wrong answers of a language model: likelihoods, a probe and SDM layers.
 
 Each is an `evaluation.certified.Method`, so that all are certified in the same way.
 """
@@ -39,7 +39,7 @@ USUAL = ", if usual"  # with the bound on unusual likelihood
 
 @dataclass(frozen=True)
 class JudgedSet:
-    """Answers with everything that any of the scores looks at."""
+    """Answers with the input of every score."""
 
     right: Mask
     h: Floats  # the whole summary "states+likelihood", whatever the SDM layer reads

@@ -1,4 +1,4 @@
-"""The comparison of scores for each run of `sdmlm replicate`: kept beside its evaluations, and one table over all seeds."""
+"""The comparison of scores for each run of `sdmlm replicate`: stored next to its evaluations, and one table over all seeds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEASURES = {
 CAPTION = (
     "Which score tells the language model's right answers from its wrong ones? Means over the seeds, with the standard deviation in "
     "brackets. Every score gets the same certificate from the same held-out answers; accepted is the share that it accepts, and the "
-    "last column how many of those are right. A certificate promises nothing about inputs of another kind. AUROC, PRR: higher is "
+    "last column the share of right answers among those. A certificate promises nothing about inputs of another kind. AUROC, PRR: higher is "
     "better. AURC: lower is better."
 )
 
@@ -47,7 +47,7 @@ class StoredComparison:
 
 
 def write_comparison(folder: Path, comparison: AnswerComparison, layer_sha256: str) -> None:
-    """Keep the comparison of a run; `layer_sha256` says which SDM layer it was made with."""
+    """Store the comparison of a run; `layer_sha256` identifies the SDM layer that it was made with."""
     points = [
         {
             "dataset": one.dataset,
@@ -92,11 +92,13 @@ def comparison_rows(runs: Sequence[Run]) -> list[list[str]]:
     """One line per model, set and score: each measure as its mean over the seeds, with the standard deviation."""
     values: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for run, one in _points(runs):
-        found = values.setdefault((f"{run.family}: {run.label}", one.dataset, one.estimator), {m: [] for m in MEASURES})
+        measured = values.setdefault(
+            (f"{run.family}: {run.label}", one.dataset, one.estimator), {m: [] for m in MEASURES}
+        )
         for measure in MEASURES:
             if (value := one.measures[measure]) is not None:
-                found[measure].append(value)
-    return [[*key, *(_mean(found[measure]) for measure in MEASURES)] for key, found in values.items()]
+                measured[measure].append(value)
+    return [[*key, *(_mean(measured[measure]) for measure in MEASURES)] for key, measured in values.items()]
 
 
 def comparison_csv(runs: Sequence[Run]) -> str:

@@ -128,8 +128,8 @@ def _compare(one: PlannedRun, lm: SDMLanguageModel) -> None:
     others = {test: some for test, some in rows.items() if test != TEST}
     reward = one.settings.get("reward")
     with contextlib.redirect_stdout(sys.stderr):  # whatever a reward prints
-        found = compare_answers(lm, rows[TEST], others, reward, samples=SAMPLES, written=written)
-    write_comparison(one.folder, found, one.layer_sha256())
+        comparison = compare_answers(lm, rows[TEST], others, reward, samples=SAMPLES, written=written)
+    write_comparison(one.folder, comparison, one.layer_sha256())
 
 
 def write_tables(folder: str | Path, runs: Sequence[Run], tables: Tables) -> None:

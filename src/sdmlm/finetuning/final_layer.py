@@ -66,7 +66,7 @@ def answers_metadata(answers: AnswerCount | None) -> dict[str, int] | None:
 
 def certificate_summary(certificate: AnswerCertificate | None) -> dict[str, Any] | None:
     """What is certified about own answers, for training.json and the commands' JSON; None without a certificate."""
-    return None if certificate is None else certificate.facts()
+    return None if certificate is None else certificate.figures()
 
 
 def fit_final_layer(

@@ -1,7 +1,7 @@
-"""The final SDM layer over documents as they occur in use: the LM's own answers, and a certificate for them (docs/method.md, 9).
+"""The final SDM layer, fitted on the LM's own answers, and a certificate for these answers (docs/method.md, 9).
 
-The calibration rows are parted. Over one part the SDM layer is fitted (`own_documents`). With the other part, whose prompts
-the layer has not seen, the rule of acceptance is certified.
+The calibration rows are split. The SDM layer is fitted on the answers to one part (`own_documents`). The rule of acceptance is
+certified with the answers to the other part, whose prompts the layer has not seen.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class OwnLayer:
     prompts: int
     right: int
     held_out: tuple[int, ...]  # the rows of the certificate
-    warning: str | None  # where there was too little to learn from
+    warning: str | None  # if there was too little to learn from
 
 
 def part_rows(n: int, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Rows to fit over, and rows held out for the certificate; the same for the same seed."""
+    """Rows to fit on, and rows held out for the certificate; the same seed gives the same split."""
     order = np.random.default_rng([seed, 5]).permutation(n).tolist()
     held_out = round(n * share)
     return sorted(order[held_out:]), sorted(order[:held_out])
@@ -52,7 +52,7 @@ def part_rows(n: int, share: float, seed: int) -> tuple[list[int], list[int]]:
 def fit_over_own_answers(
     model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool = True
 ) -> OwnLayer:
-    """Fit the SDM layer over own answers to some of the rows, and certify it with the others."""
+    """Fit the SDM layer on own answers to some of the rows, and certify it with those to the others."""
     fitted, held_out = part_rows(len(rows), args.certificate_share, args.seed)
     answers = greedy_answers(model, encoder, rows, args, reward, room, progress)
     known = [answers[i] for i in fitted]
@@ -82,7 +82,7 @@ def fit_over_own_answers(
 def _out_of_sample(
     estimator: SDMEstimator, documents: Sequence[OwnDocument], h: Tensor, usual: UsualLikelihood | None
 ) -> Evidence:
-    """What the rule looks at, of the greedy answers among the documents, each judged by layers that were fitted without it."""
+    """The rule's input for the greedy answers among the documents, each judged by layers that were fitted without it."""
     evidence = estimator.calibration_evidence()  # in the order of `calibration_ids_`
     where = {name: i for i, name in enumerate(estimator.calibration_ids_)}
     names = unique_names(documents)
@@ -106,7 +106,7 @@ def _summaries(
 def _fit(
     encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], h: Tensor, args: SDMConfig, progress: bool
 ) -> SDMEstimator:
-    """The SDM layer. All documents of a prompt are on the same side: near copies must not vouch for each other."""
+    """The SDM layer. All documents of a prompt are in the same part: near copies across the split would make it look too good."""
     names, labels = unique_names(documents), np.array([int(document.right) for document in documents])
     groups = np.array([document.row for document in documents])
     for label, word in ((1, "right"), (0, "wrong")):
@@ -131,18 +131,18 @@ def _fit(
 
 
 def _too_little(documents: Sequence[OwnDocument], right: int, prompts: int) -> str | None:
-    """What to say where the LM is nearly always right or wrong, so that its errors teach the SDM layer little."""
+    """A warning if the LM is nearly always right or nearly always wrong, so that there is too little to learn from; otherwise None."""
     own = [document for document in documents if document.source in ("greedy", "sampled")]
     wrong = sum(not document.right for document in own)
-    answered = f"The language model answered {right} of {prompts} calibration prompts rightly"
+    answered = f"The language model answered {right} of {prompts} calibration prompts correctly"
     if len(own) - wrong < LEAST_WRONG:
         return (
-            f"{answered}: it is the language model that needs work, before its SDM layer. The layer had to learn what is right "
-            "from the reference answers."
+            f"{answered}: improve the language model first. Its SDM layer had to learn from the reference answers what a right "
+            "answer looks like."
         )
     if wrong < LEAST_WRONG:
         return (
-            f"{answered}, and only {wrong} of its own answers are wrong: too few to learn its errors from. The SDM layer rests "
-            "on static negatives and answers to other prompts; the certificate still holds."
+            f"{answered}, and only {wrong} of its own answers are wrong: too few to learn its errors from. The SDM layer learned "
+            "what is wrong from static negatives and answers to other prompts; the certificate still holds."
         )
     return None

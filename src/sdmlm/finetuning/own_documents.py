@@ -1,8 +1,8 @@
-"""The documents of an SDM layer as they occur in use: the LM's own answers to calibration prompts (docs/method.md, 9).
+"""The documents on which an SDM layer is fitted: mainly the LM's own answers to calibration prompts (docs/method.md, 9).
 
-Greedy and sampled answers, labelled by the reward, tell what the LM's right and wrong answers look like. Right answers to other
-prompts, which are wrong here, join them for a share of the rows. Where the LM is nearly always right or nearly always wrong,
-the static negatives or the reference answers of the rows stand in for what it does not write.
+Greedy and sampled answers, labelled by the reward, show what right and wrong answers of the LM look like. For a share of the
+rows there is also the right answer to another prompt, which is wrong here. If the LM gives hardly any wrong answers, the static
+negatives of the rows are added; if it gives hardly any right ones, the reference answers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sdmlm.rewards import Reward, apply_reward
 
 Rows = Sequence[Mapping[str, Any]]
 Source = Literal["greedy", "sampled", "reference", "static", "other"]
-OTHER_SHARE = 0.3  # of the rows that stand with the answer to another prompt, too
-FEW = 30  # prompts with a right (wrong) own answer: with fewer, references (static negatives) join
+OTHER_SHARE = 0.3  # of the rows get a document with the answer to another prompt
+FEW = 30  # with fewer prompts that have a right (wrong) own answer, references (static negatives) are added
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def more_documents(
     room: int,
     progress: bool,
 ) -> list[OwnDocument]:
-    """What is fitted over beside the greedy answers to the same rows."""
+    """The documents to fit on besides the greedy answers, for the same rows."""
     sampled: list[tuple[int, Source, str]] = []
     at = [document.row for document in greedy]
     prompts = [rows[i]["prompt"] for i in at]
@@ -79,7 +79,7 @@ def more_documents(
         sampled += [(i, "sampled", encoder.read(answer)[0]) for i, answer in zip(at, drawn, strict=True)]
     own = _new(encoder, rows, _labelled(encoder, rows, sampled, reward), greedy)
     made_up = _labelled(encoder, rows, _made_up(encoder, rows, [*greedy, *own], at, args.seed), reward)
-    # A reference that the reward calls wrong is none, nor is a static negative that it calls right.
+    # Drop references that the reward labels as wrong and negatives that it labels as right.
     fitting = [document for document in made_up if document.right == (document.source == "reference")]
     return [*own, *_new(encoder, rows, fitting, [*greedy, *own])]
 
@@ -105,18 +105,18 @@ def _made_up(
 
 
 def _labelled(
-    encoder: Encoder, rows: Rows, found: Sequence[tuple[int, Source, str]], reward: Reward
+    encoder: Encoder, rows: Rows, sourced: Sequence[tuple[int, Source, str]], reward: Reward
 ) -> list[OwnDocument]:
-    if not found:
+    if not sourced:
         return []
-    labels = apply_reward(reward, [rows[i] for i, _, _ in found], [body for _, _, body in found], encoder.tags)
-    return [OwnDocument(*one, label == 1) for one, label in zip(found, labels, strict=True)]
+    labels = apply_reward(reward, [rows[i] for i, _, _ in sourced], [body for _, _, body in sourced], encoder.tags)
+    return [OwnDocument(*one, label == 1) for one, label in zip(sourced, labels, strict=True)]
 
 
 def _new(
     encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], known: Sequence[OwnDocument]
 ) -> list[OwnDocument]:
-    """Those that are not known yet, which would teach nothing, and that the LM has room for."""
+    """The documents without duplicates (of each other or of `known`) and without those too long for the LM."""
     taken = {(document.row, document.body) for document in known}
     kept = []
     for document in documents:

@@ -1,11 +1,11 @@
 """Which answers of an LM may be used without a person looking, and what is promised about them (docs/method.md, 9).
 
 The rule is a `CertifiedRule` of the estimator for the verdict Yes alone: the confidence of the SDM layer is at least a threshold,
-and Distance is at least a bound. Where the SDM layer reads likelihood, Distance is that of the likelihood figures: the share
-of known own answers that are less usual. The threshold carries the promise. The Distance gives up a share epsilon of usual
-answers and is there for inputs of another kind, about which no certificate can say anything.
+and Distance is at least a bound. If the SDM layer reads likelihood, Distance is computed from the likelihood figures: it is the
+share of known own answers that are less usual. The certificate is about the threshold. The bound is there to reject inputs of
+another kind, about which no certificate can say anything; it also rejects the share epsilon of usual answers.
 
-The promise covers new prompts like the held-out ones, which played no part in fitting, answered in the same way.
+The promise holds for new prompts like the held-out ones, which were not used for fitting, if they are answered in the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_COVERED = "This holds for the model's own answers to prompts of the same kin
 class AnswerCertificate:
     """A rule of acceptance for own answers, with its promise and the figures behind it.
 
-    `right` of `prompts` held-out prompts were answered rightly, and the rule accepts `accepted` of these answers, of which
+    `right` of `prompts` held-out prompts were answered correctly, and the rule accepts `accepted` of these answers, of which
     `accepted_right` are right. `rule.estimator` is the digest of the SDM layer that it was made for.
     """
 
@@ -49,11 +49,11 @@ class AnswerCertificate:
     accepted_right: int
     usual: UsualLikelihood | None
     source: str = "held-out calibration prompts"
-    threshold_on: Literal["confidence", "output"] = "confidence"  # "output": SDM(z') of Yes, in certificates of before
+    threshold_on: Literal["confidence", "output"] = "confidence"  # "output": SDM(z') of Yes, in format 1
 
     @property
     def alpha(self) -> float:
-        """What share of the accepted answers is to be right."""
+        """The share of right answers among the accepted ones that is promised."""
         return self.rule.alpha
 
     @property
@@ -63,16 +63,20 @@ class AnswerCertificate:
 
     @property
     def threshold(self) -> float:
-        """The least confidence; infinite where nothing could be certified."""
+        """The least confidence; infinite if nothing could be certified."""
         return self.rule.thresholds[YES]
 
     def evidence(self, scores: Scores, h: NDArray[Any]) -> Evidence:
-        """What the rule looks at, of answers with these scores and summaries."""
-        found = evidence_of(scores, h, self.usual)
-        return found if self.threshold_on == "confidence" else dataclasses.replace(found, confidence=scores.p[:, YES])
+        """The rule's input for answers with these scores and summaries."""
+        evidence = evidence_of(scores, h, self.usual)
+        return (
+            evidence
+            if self.threshold_on == "confidence"
+            else dataclasses.replace(evidence, confidence=scores.p[:, YES])
+        )
 
     def certainty(self, evidence: Evidence) -> NDArray[np.float64]:
-        """How sure the SDM layer is of Yes, in [0, 1]: what `least_certainty` bounds."""
+        """How sure the SDM layer is of Yes, in [0, 1]; at least `least_certainty` for accepted answers."""
         if self.threshold_on == "output":
             return evidence.confidence
         sure = _sigmoid(evidence.confidence)
@@ -80,14 +84,14 @@ class AnswerCertificate:
 
     @property
     def least_certainty(self) -> float | None:
-        """The threshold as a certainty; None where nothing is accepted."""
+        """The threshold as a certainty; None if nothing is accepted."""
         if not self.certified:
             return None
         return self.threshold if self.threshold_on == "output" else float(_sigmoid(np.array(self.threshold)))
 
     def sentence(self) -> str:
         """What is promised, or why nothing is, in words."""
-        lm = f"The language model answered {self.right} of {self.prompts} held-out prompts rightly."
+        lm = f"The language model answered {self.right} of {self.prompts} held-out prompts correctly."
         if not self.certified:
             return f"{lm} Nothing could be certified at alpha {self.alpha:g}: {self._missing()}."
         share = round(100 * self.accepted / max(1, self.prompts))
@@ -100,9 +104,7 @@ class AnswerCertificate:
         if self.alpha >= 1:
             return "no number of prompts can show that nothing is ever wrong; choose an alpha below 1"
         if self.right == 0:
-            return (
-                "the language model itself is the problem, for none of its answers is right; train it longer or better"
-            )
+            return "none of the language model's answers is right, so its SDM layer has nothing to accept; train the model longer or better"
         least = least_points(self.alpha, self.rule.delta)
         if self.accepted == 0 and self.prompts < least:
             return f"even without an error {least} held-out prompts are needed; give more rows"
@@ -110,7 +112,7 @@ class AnswerCertificate:
             return f"about {self.rule.needed} held-out prompts would be needed; give more rows or choose a lower alpha"
         return "the answers are too often wrong, however sure the SDM layer is; choose a lower alpha or train the model longer"
 
-    def facts(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """The figures for training.json and the commands' JSON."""
         rule = {name: getattr(self.rule, name) for name in ("alpha", "delta", "epsilon", "needed", "certified")}
         rule |= {"least_certainty": self.least_certainty, "least_usual": self.rule.least_distance}
@@ -133,7 +135,7 @@ class AnswerCertificate:
 
     @classmethod
     def _from_format_1(cls, values: dict[str, Any]) -> AnswerCertificate:
-        """One whose threshold is on the SDM output, with d and everything else in its place."""
+        """A certificate of format 1: its threshold is on the SDM output, and its values are all at the top level."""
         alpha, delta, epsilon, threshold, needed, estimator = (
             values.pop(name) for name in ("alpha", "delta", "epsilon", "threshold", "needed", "estimator")
         )
@@ -147,7 +149,7 @@ class AnswerCertificate:
 def evidence_of(
     scores: Scores, h: NDArray[Any], usual: UsualLikelihood | None, right: ArrayLike | None = None
 ) -> Evidence:
-    """What a rule looks at, of answers with these scores and summaries; `right` is r of each where it is known."""
+    """The input of a rule for answers with these scores and summaries; `right`: whether each is right, if known."""
     distance = scores.d if usual is None else usual.d(h)
     labels = None if right is None else np.asarray(right).astype(np.int64)
     return Evidence(scores.confidence, distance, scores.prediction, labels)
@@ -168,10 +170,10 @@ def certify_answers(
     usual: UsualLikelihood | None = None,
     source: str = AnswerCertificate.source,
 ) -> AnswerCertificate:
-    """The loosest rule for the verdict Yes whose promise holds with probability 1 - delta.
+    """The certified rule for the verdict Yes; its promise holds with probability at least 1 - delta.
 
-    `known`: answers to prompts that were fitted over, out of sample; they fix the candidates and the Distance bound. `held_out`:
-    answers to fresh prompts. A label of 1 is an answer that is right.
+    `known`: out-of-sample evidence of the fitted answers, from which candidates and Distance bound are chosen. `held_out`:
+    answers to prompts that were not used for fitting. Label 1: the answer is right.
     """
     rule = certify_rule(known, held_out, 2, alpha=alpha, delta=delta, epsilon=epsilon, classes=[YES])
     rule = dataclasses.replace(rule, estimator=estimator)
@@ -184,7 +186,7 @@ def certify_answers(
 
 
 def save_certificate(sdm: Path, certificate: AnswerCertificate | None) -> None:
-    """Write `sdm/certificate.json`, or remove it where there is no certificate any more."""
+    """Write `sdm/certificate.json`, or remove it if there is no certificate any more."""
     path = sdm / FILE
     if certificate is None:
         path.unlink(missing_ok=True)
@@ -194,7 +196,7 @@ def save_certificate(sdm: Path, certificate: AnswerCertificate | None) -> None:
 
 
 def load_certificate(sdm: Path) -> AnswerCertificate | None:
-    """What `save_certificate` wrote; None where there is none."""
+    """What `save_certificate` wrote; None if there is no file."""
     path = sdm / FILE
     if not path.exists():
         return None

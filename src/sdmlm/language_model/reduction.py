@@ -1,8 +1,9 @@
-"""The summary "states+likelihood", reduced to what the SDM layer reads: few columns, so that likelihood counts (docs/method.md, 9).
+"""The reduction of the summary "states+likelihood" to the few columns that the SDM layer reads (docs/method.md, 9).
 
-The likelihood of an answer says most about whether it is right, but five figures are lost among hundreds of states. So the states
-are reduced to their first principal components. Log-probabilities lie close to 0 for sure answers and far below for others, so
-they enter by their logarithm: -log(-x) orders as x does, and is near enough to linear in the log-odds of being right.
+The likelihood of an answer says most about whether it is right, but its five figures would have little weight among hundreds of
+columns of states. So the states are reduced to their first principal components. Log-probabilities x are close to 0 for sure
+answers and far below for others, so they are replaced by -log(-x). This keeps their order and is roughly linear in the log-odds
+of being right.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from sdmlm.storage.artifacts import DamagedError, read_artifact, write_artifact
 FOLDER = "reduction"  # in sdm/
 KIND, VERSION = "sdmlm summary reduction", 1
 COMPONENTS = 4
-LOGARITHMS = [name.endswith("log_probability") for name in FIGURES]  # the columns that enter as -log(-x)
+LOGARITHMS = [name.endswith("log_probability") for name in FIGURES]  # the columns that are replaced by -log(-x)
 _LEAST = 1e-4  # in nats: two passes of the LM over a document differ by less
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An affine map of the states, with the logarithms of the log-probabilities behind it."""
+    """An affine map of the states; the likelihood figures follow, with logarithms of log-probabilities."""
 
     mean: Tensor  # (D - 5,)
     matrix: Tensor  # (D - 5, K)
 
     @classmethod
     def fit(cls, h: Tensor) -> Reduction:
-        """From the summaries (N, D) of documents."""
+        """Fit on the summaries (N, D) of documents."""
         states = h[:, : -len(FIGURES)]
         mean, std = standardization(states, "feature")
         axes = principal_components(((states - mean) / std).cpu().double().numpy(), COMPONENTS)
@@ -47,11 +48,11 @@ class Reduction:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Columns of a summary, and of what is left of it."""
+        """Numbers of columns of a summary before and after the reduction."""
         return tuple(size + len(FIGURES) for size in self.matrix.shape)  # type: ignore[return-value]
 
     def __call__(self, h: Tensor) -> Tensor:
-        """(N, K + 5) of summaries (N, D), on the CPU."""
+        """The reduced summaries (N, K + 5) of summaries (N, D), on the CPU."""
         if len(h) == 0:
             return torch.empty(0, self.widths[1])
         h = h.cpu().float()
@@ -69,7 +70,7 @@ def log_figures(h: Tensor) -> Tensor:
 
 
 def save_reduction(sdm: Path, reduction: Reduction | None) -> dict[str, str]:
-    """Write `sdm/reduction/`, or remove it; returns what lm.json has to say about it."""
+    """Write `sdm/reduction/`, or remove it; returns its entry for lm.json."""
     if reduction is None:
         shutil.rmtree(sdm / FOLDER, ignore_errors=True)
         return {}
@@ -78,7 +79,7 @@ def save_reduction(sdm: Path, reduction: Reduction | None) -> dict[str, str]:
 
 
 def load_reduction(sdm: Path, metadata: Mapping[str, Any]) -> Reduction | None:
-    """What `save_reduction` wrote; None where the SDM layer reads whole summaries. `metadata` is lm.json."""
+    """What `save_reduction` wrote; None if the SDM layer reads whole summaries. `metadata` is lm.json."""
     if "reduction" not in metadata:
         return None
     _, tensors, _ = read_artifact(sdm / FOLDER, KIND, VERSION)

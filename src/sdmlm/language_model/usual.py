@@ -14,7 +14,7 @@ from sdmlm.language_model.likelihood import FIGURES
 from sdmlm.language_model.reduction import LOGARITHMS
 
 _MOST_REFERENCE = 2000
-_NOISE = 1e-3  # two passes of the LM over a known answer must not fall on either side of its own distance
+_NOISE = 1e-3  # relative; two passes of the LM over a known answer differ by less, so both get the same rank
 Floats = NDArray[np.float64]
 
 
@@ -29,11 +29,11 @@ class UsualLikelihood:
 
     @classmethod
     def fit(cls, h: NDArray[Any], reduced: bool = False) -> UsualLikelihood:
-        """From the summaries of own answers, whole or `reduced`."""
+        """Fit on the summaries of own answers, whole or `reduced`."""
         figures = _figures(h, reduced)
         scale = (
             figures.std(axis=0) + 1e-9
-        )  # first to one scale: shrinkage would favour the figure with the largest numbers
+        )  # one scale first, or shrinkage would favour the figure with the largest numbers
         precision = LedoitWolf().fit(figures / scale).precision_ / np.outer(scale, scale)
         mean = figures.mean(axis=0)
         distances = np.sort(_distances(figures, mean, precision))
@@ -56,7 +56,7 @@ class UsualLikelihood:
 
 def _figures(h: NDArray[Any], reduced: bool) -> Floats:
     figures = np.array(h, dtype=np.float64)[:, -len(FIGURES) :]
-    if reduced:  # distances of plain log-probabilities reject more of another kind of answers (docs/method.md, 9)
+    if reduced:  # distances of plain log-probabilities reject more answers of another kind (docs/method.md, 9)
         figures[:, LOGARITHMS] = -np.exp(-figures[:, LOGARITHMS])
     return figures
 

@@ -64,7 +64,7 @@ def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[st
 def _certificate(lm: SDMLanguageModel) -> dict[str, Any] | None:
     """The rule that decides which answers are verified, where the model has one that promises alpha."""
     certificate = lm.certificate()
-    return None if certificate is None else certificate.facts()
+    return None if certificate is None else certificate.figures()
 
 
 def control_tokens(lm: SDMLanguageModel) -> list[str]:

@@ -80,7 +80,7 @@ def test_a_certificate_decides(visit: Visit, certified: Served) -> None:
     """At every alpha of the slider the box says what the server would; above the certificate's own the region decides."""
     page, lm = visit(certified), certified.lm
     assert lm.answer_certificate is not None
-    expect(page.locator("#measured")).to_contain_text("answered 36 of 40 held-out prompts rightly")
+    expect(page.locator("#measured")).to_contain_text("answered 36 of 40 held-out prompts correctly")
     slider = page.get_by_label("Alpha", exact=True)
     alphas = [r["alpha"] for r in page.request.get(certified.url + "v1/sdm").json()["regions"]]
     seen = set()

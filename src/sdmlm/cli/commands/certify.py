@@ -85,7 +85,7 @@ def _certify_lm(args: argparse.Namespace) -> None:
             lm, data.rows, args.reward, alpha=args.alpha, delta=args.delta, epsilon=epsilon, source=data.source
         )
     if args.json:
-        common.print_json(certificate.facts())
+        common.print_json(certificate.figures())
         return
     out = common.console(args)
     out.print(certificate.sentence(), markup=False, soft_wrap=True)
