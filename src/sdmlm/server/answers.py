@@ -15,7 +15,7 @@ TEXT_FIELDS = ("text", "completion", "generated")
 
 
 def evidence(judged: Judged, withheld: bool = False) -> dict[str, Any]:
-    """What the SDM layer says about an answer, and the region that decided; without the text where that is withheld."""
+    """The fields of an answer's `Verification` and the region that decided; without the text if that is withheld."""
     fields = judged.verification.to_dict()
     if withheld:
         fields.update(dict.fromkeys(TEXT_FIELDS))
@@ -31,7 +31,7 @@ def usage(judged: Sequence[Judged], n: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ResponseBuilder:
-    """What the answers to one request have in common, whole or in chunks."""
+    """Builds the response to one request, whole or in chunks."""
 
     ask: Ask
     model: str
@@ -78,7 +78,7 @@ class ResponseBuilder:
         return chunk
 
     def used(self, judged: Sequence[Judged]) -> dict[str, Any]:
-        """The chunk after all others, where the client asked for it."""
+        """The chunk after all others, if the client asked for it."""
         return {**self._frame("chat.completion.chunk"), "choices": [], "usage": usage(judged, self.ask.n)}
 
     def withholds(self, judged: Judged) -> bool:
@@ -92,7 +92,7 @@ class ResponseBuilder:
         said = {"delta": delta} if self.ask.chat else {"text": text}
         frame = self._frame("chat.completion.chunk")
         if self.ask.include_usage:
-            frame["usage"] = None  # as OpenAI has it: only the chunk after all others says more
+            frame["usage"] = None  # as in OpenAI's API: only the chunk after all others has it
         return {**frame, "choices": [{"index": n, **said, "logprobs": None, "finish_reason": None}]}
 
     def _frame(self, kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The app: which route does what."""
+"""The ASGI app: its routes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TYPES = {
 
 
 class Service:
-    """What the routes share: the model, the limits, the counts."""
+    """Shared by the routes: the model, the limits, the metrics."""
 
     def __init__(self, model: Model, settings: ServerSettings) -> None:
         self.model, self.settings = model, settings
@@ -64,7 +64,7 @@ class Service:
 
     async def generate(self, ask: protocol.Ask, on_text: OnText | None = None) -> list[Judged]:
         """Answers within the time limit, counted in the metrics."""
-        with self.at_work(check=False):  # a stream goes on after the request has been read and checked
+        with self.at_work(check=False):  # a stream is still in progress after its request was read and checked
             return self.counted(await self.in_time(self.writer.generate(ask, on_text)))
 
     async def verify(self, documents: list[protocol.GivenAnswer], sdm: protocol.SdmOptions) -> list[Judged]:
@@ -85,7 +85,7 @@ class Service:
         return judged
 
     def check_feedback(self) -> None:
-        """Feedback changes what the model accepts, so not everybody may give it."""
+        """Refuse feedback where anybody could give it: it changes what the model accepts."""
         if not self.settings.feedback:
             raise ApiError(
                 403,
@@ -103,7 +103,7 @@ def make_app(model: Model, settings: ServerSettings) -> FastAPI:
         yield
         await asyncio.to_thread(model.close, settings.timeout)
 
-    # FastAPI's pages of documentation would load scripts from elsewhere.
+    # FastAPI's documentation pages would load scripts from other servers.
     app = FastAPI(
         title="sdmlm", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
@@ -148,7 +148,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
 
 def add_documents(app: FastAPI, service: Service) -> None:
-    """Verdicts on given answers, and people's verdicts."""
+    """The routes /v1/verify and /v1/feedback."""
 
     @app.post("/v1/verify")
     async def verify(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The values of a JSON body, checked one by one: a wrong one is refused by its name."""
+"""Checks of the fields of a JSON body. The error for a wrong value names its field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Body = Mapping[str, Any]
 def read_json(body: bytes) -> dict[str, Any]:
     """A body as the object it must be."""
     try:
-        # As the standard has it: no NaN, and no half of a surrogate pair, which no tokenizer can read.
+        # Standard JSON only: no NaN, and no half of a surrogate pair, which no tokenizer can read.
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
         if b"\\u" in body:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -39,7 +39,7 @@ def _where(error: Exception) -> str:
     """What is wrong with the JSON, without quoting it."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg[0].lower()}{error.msg[1:]} (line {error.lineno}, column {error.colno})"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "it holds a number that is none"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "it holds NaN or an infinite number"
 
 
 def check_names(body: Body, known: Collection[str], where: str = "") -> None:
@@ -63,7 +63,7 @@ def boolean(body: Body, name: str, default: bool, where: str = "") -> bool:
 
 
 def whole(body: Body, name: str, low: int, high: int, where: str = "") -> int | None:
-    """A whole number from low to high, None where it is missing."""
+    """A whole number from low to high, None if it is missing."""
     value = body.get(name)
     if value is None:
         return None
@@ -77,12 +77,12 @@ def whole(body: Body, name: str, low: int, high: int, where: str = "") -> int | 
 
 
 def number(body: Body, name: str, low: float, high: float, above: bool = False, where: str = "") -> float | None:
-    """A number from low (with `above`: above low) to high, None where it is missing."""
+    """A number from low (with `above`: above low) to high, None if it is missing."""
     value = body.get(name)
     if value is None:
         return None
     fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not fits or not low <= value <= high or (above and value == low):  # neither NaN nor infinity is in between
+    if not fits or not low <= value <= high or (above and value == low):  # also refuses NaN and infinity
         asked = f"above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
         raise refused(where + name, f"'{where}{name}' is {_shown(value)} but must be {asked}.")
     return float(value)
@@ -116,7 +116,7 @@ def text(body: Body, name: str, where: str = "") -> str:
 
 
 def mapping(body: Body, name: str) -> Body:
-    """An object, empty where it is missing."""
+    """An object, empty if it is missing."""
     value = body.get(name)
     if value is None:
         return {}

@@ -1,4 +1,4 @@
-"""What clients can know about the model: the page at `/` draws it."""
+"""The information about the model that clients can request, and that the page at `/` shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdmlm.generation.language_model import SDMLanguageModel
 from sdmlm.generation.measured import measured
 from sdmlm.language_model.encoding import Encoder
 
-MAX_POINTS = 2000  # calibration points that go out
+MAX_POINTS = 2000  # calibration points that are sent
 EXAMPLES = 6
 PAPER = "paper"  # documents that the SDM layer was fitted over, where its folder does not say
 
@@ -43,7 +43,7 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
 
 
 def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[str, list[Any]]:
-    """The calibration points as columns; a fixed random sample where there are many."""
+    """The calibration points as columns; a fixed random sample if there are many."""
     ca = lm.estimator.calibration_
     predictions = ca.predictions
     columns = {
@@ -62,19 +62,19 @@ def _calibration(lm: SDMLanguageModel, region: HighReliabilityRegion) -> dict[st
 
 
 def _certificate(lm: SDMLanguageModel) -> dict[str, Any] | None:
-    """The rule that decides which answers are verified, where the model has one that promises alpha."""
+    """The certificate that decides which answers are verified, if the model has one for alpha."""
     certificate = lm.certificate()
     return None if certificate is None else certificate.figures()
 
 
 def control_tokens(lm: SDMLanguageModel) -> list[str]:
-    """How control tokens are spelled in documents, longest first: the page leaves them out."""
+    """The control tokens as text, longest first; the page removes them from documents."""
     spelled = {lm.encoder.decode([i]).strip() for i in lm.encoder.control_ids} - {""}
     return sorted(spelled, key=lambda token: (-len(token), token))
 
 
 def examples(lm: SDMLanguageModel, count: int = EXAMPLES) -> list[str]:
-    """Prompts of some documents of the support, where a chat template tells where a prompt ends."""
+    """Prompts of some documents of the support; none without a chat template, which shows where a prompt ends."""
     if not lm.tokenizer.chat_template:
         return []
     shell = _shell(lm.encoder)

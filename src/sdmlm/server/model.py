@@ -1,4 +1,4 @@
-"""The SDM language model behind the queue: what the routes await (answers, verdicts, feedback)."""
+"""The SDM language model behind the queue: answers, verdicts and feedback for the routes to await."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sdmlm.server.work import Alone, Judge, Judged, Worker, Write
 from sdmlm.storage.artifacts import SDM_FOLDER, DamagedError
 
 OnText = Callable[[int, str], None]
-MAX_TOKENS = 65_536  # of an answer, where the model itself sets no bound
+MAX_TOKENS = 65_536  # of an answer, if the model itself has no bound
 
 
 class Model:
-    """One model behind one engine. `info` is what clients can know about it, made anew when feedback changes it."""
+    """One model behind one engine. `info` is the information for clients; it is updated after feedback."""
 
     def __init__(self, lm: SDMLanguageModel, name: str, settings: ServerSettings) -> None:
         self.name, self.alpha, self.tags = name, lm.alpha, lm.tags
@@ -72,7 +72,7 @@ class Model:
         )
 
     async def verify(self, documents: Sequence[GivenAnswer], sdm: SdmOptions) -> list[Judged]:
-        """Judge answers that somebody wrote."""
+        """Judge given answers."""
         self.check_rows(len(documents), "items")
         alpha = self._alpha(sdm)
         return await self.engine.do([Judge(d.prompt, d.completion, alpha, sdm.neighbors, d.where) for d in documents])
@@ -94,7 +94,7 @@ class Model:
         return stored  # type: ignore[no-any-return]
 
     async def undo_feedback(self, id: str) -> None:
-        """The document leaves the support again."""
+        """Remove a document of feedback from the support."""
 
         def remove(lm: SDMLanguageModel) -> None:
             with _kept(lm):
@@ -121,7 +121,7 @@ class Model:
 
 @contextlib.contextmanager
 def _kept(lm: SDMLanguageModel) -> Iterator[None]:
-    """Feedback must be on disk before it is acknowledged: an error says why if it cannot be."""
+    """Turn failures to store feedback into errors for the client: feedback is acknowledged only when it is on disk."""
     if lm.folder is None:
         said = "This model has no folder of its own to keep feedback in: serve a saved copy."
         raise ApiError(403, said, code="feedback_disabled")

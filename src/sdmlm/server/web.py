@@ -23,7 +23,7 @@ from sdmlm.server.streaming import AnswerStream, to_json
 
 T = TypeVar("T")
 LEFT = 499  # status in the metrics for a client that disconnected; never sent
-ALL_READ = "sdmlm.all_read"  # in a scope: its body has come in whole
+ALL_READ = "sdmlm.all_read"  # key in a scope: whether its body was read completely
 LINGER_BYTES, LINGER_SECONDS = 64_000_000, 5.0
 ROUTES = {
     "/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/verify", "/v1/feedback", "/v1/sdm",
@@ -48,8 +48,8 @@ class JSONAnswer(Response):
 class ErrorAnswer(JSONAnswer):
     """An error in OpenAI's format.
 
-    It goes out at once, and then what is left of the body is read and thrown away, within bounds: if the connection were
-    closed while the client still sends, many clients would see a broken pipe in place of the error.
+    It is sent at once, and then the rest of the request's body is read and dropped, within bounds: if the connection were
+    closed while the client is still sending, many clients would report a broken pipe instead of the error.
     """
 
     def __init__(self, error: ApiError) -> None:
@@ -69,7 +69,7 @@ class ErrorAnswer(JSONAnswer):
 
 
 class StreamAnswer(StreamingResponse):
-    """Server-sent events. The generation stops where the client leaves, or takes nothing for `seconds`."""
+    """Server-sent events. The generation stops if the client disconnects, or reads nothing for `seconds`."""
 
     def __init__(self, stream: AnswerStream, seconds: float) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -90,7 +90,7 @@ class StreamAnswer(StreamingResponse):
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """The body, refused as soon as it is known to be too large, too slow, or not said to be JSON.
+    """The body; refused as soon as it is known to be too large, too slow, or not declared as JSON.
 
     Only application/json is accepted, to stop other sites' pages from posting here: a browser sends other content types
     without asking, but JSON only after a CORS preflight request, which this server never grants.
@@ -119,7 +119,7 @@ def too_large(limit: int) -> ApiError:
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, which is stopped where the client leaves before it is there (ClientDisconnect)."""
+    """The result of some work, which is stopped if the client disconnects before it is there (ClientDisconnect)."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +204,7 @@ def _route_path(scope: Scope) -> str:
 
 
 def route_of(path: str) -> str:
-    """The path as a label: one of a few, whatever is asked for."""
+    """The path as a label for metrics: one of a few, so that requests cannot create new ones."""
     if path in ROUTES:
         return path
     if path.startswith("/v1/feedback/"):
