@@ -1,7 +1,7 @@
-"""Connections that hold a place without using it: half a request that never goes on, an answer that nobody takes.
+"""Time limits for connections that stay open without progress, such as a request that is never completed or an answer never read.
 
-uvicorn bounds only the time between two requests. Here a connection is also cut off where the head of a request does not
-come, where nothing of an answer is taken for some time, and, once the server is stopping, where a body does not come.
+uvicorn limits only the time between two requests. Here a connection is also closed if the head of a request does not arrive in
+time, if the client reads nothing of an answer for some time, and, while the server is stopping, if a body does not arrive.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 CHECK_SECONDS = 1.0
-HEAD_SECONDS = 30.0  # for the head of a request; never longer than an answer may take
-STOPPING_SECONDS = 5.0  # what is left to a client that holds things up, once the server is stopping
+HEAD_SECONDS = 30.0  # for the head of a request, or `seconds` if that is less
+STOPPING_SECONDS = 5.0  # for a client without progress while the server is stopping
 
 
 class WatchedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with these limits. `seconds` is how long an answer may lie untaken."""
+    """uvicorn's HTTP/1.1 with these limits. `seconds`: how long a client may read nothing of an answer."""
 
     seconds = 120.0
     _timer: asyncio.TimerHandle | None = None
@@ -52,7 +52,7 @@ class WatchedProtocol(H11Protocol):
         self._timer = self.loop.call_later(CHECK_SECONDS, self._watch)
 
     def _allowed(self, waits: bool, unsent: int) -> float:
-        """How many seconds the present state may last. What the app does has limits of its own."""
+        """How many seconds the present state may last. The work of the app has its own limits."""
         if self._stopping:
             return STOPPING_SECONDS if waits or unsent or self.cycle.more_body else float("inf")
         if unsent:
@@ -61,5 +61,5 @@ class WatchedProtocol(H11Protocol):
 
 
 def watched(seconds: float) -> type[WatchedProtocol]:
-    """The protocol, with another limit."""
+    """The protocol with this limit in seconds."""
     return type("WatchedProtocol", (WatchedProtocol,), {"seconds": seconds})

@@ -82,7 +82,7 @@ class Model:
         await self.engine.do([Alone(lambda _: [self._worker.read(p) for p in prompts], prompts[0])])
 
     async def feedback(self, given: FeedbackRequest) -> tuple[str, int]:
-        """A judged document joins the support; returns its id, and the size of the support with it."""
+        """Add a judged document to the support; returns its id and the new size of the support."""
 
         def add(lm: SDMLanguageModel) -> tuple[str, int]:
             with _kept(lm):

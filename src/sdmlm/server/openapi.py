@@ -11,17 +11,17 @@ from sdmlm.server.settings import ServerSettings
 ERRORS = {
     400: "A field is wrong, unknown or not supported; the body is not JSON; the prompt is longer than the context.",
     401: "The API key is missing or wrong.",
-    403: "Feedback is not open here.",
-    404: "There is no such model, feedback or address.",
-    408: "The body did not come in time.",
+    403: "This server does not take feedback.",
+    404: "There is no such model, feedback or path.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
-    421: "A local server was asked under a foreign name.",
-    429: "Too much to do: try again after Retry-After seconds.",
+    421: "The Host header does not name this machine, which a local server without a key requires.",
+    429: "Too many requests are waiting or in progress: try again after Retry-After seconds.",
     500: "A bug of the server, or feedback that could not be stored.",
-    502: "The upstream is down, answers badly, or more than can be judged.",
-    503: "The server is shutting down, or its model cannot work any more.",
-    504: "The answer was not there in time.",
+    502: "The upstream server is down, or its answer is invalid or too long to judge.",
+    503: "The server is shutting down, or its model has failed.",
+    504: "The answer was not ready in time.",
 }
 BODY = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 
@@ -44,20 +44,22 @@ def describe_api(model: str, settings: ServerSettings) -> dict[str, Any]:
         },
         "/v1/verify": {"post": _post("Verdicts on given answers.", "VerifyRequest", "Verdicts", BODY)},
         "/v1/feedback": {
-            "post": _post("A person's verdict joins the support.", "FeedbackRequest", "Feedback", feedback)
+            "post": _post(
+                "Add an answer with a person's verdict to the support.", "FeedbackRequest", "Feedback", feedback
+            )
         },
         "/v1/feedback/{id}": {
-            "delete": {**_route("Take feedback back.", "FeedbackUndone", undo), "parameters": [id]},
+            "delete": {**_route("Remove feedback.", "FeedbackUndone", undo), "parameters": [id]},
         },
-        "/v1/models": {"get": _route("The one model that is here.", "Models")},
+        "/v1/models": {"get": _route("The model of this server, as a list of one.", "Models")},
         "/v1/models/{name}": {
-            "get": {**_route("The model, by its name.", "ModelCard", (404,)), "parameters": [name]},
+            "get": {**_route("The model with this name.", "ModelCard", (404,)), "parameters": [name]},
         },
-        "/v1/sdm": {"get": _route("What the page draws: regions, calibration points, examples.", "Info")},
+        "/v1/sdm": {"get": _route("Data of the page: regions, calibration points, examples.", "Info")},
         "/health": {"get": _route("Whether the model can work.", "Health")},
-        "/metrics": {"get": _route("Counts, for Prometheus.", None)},
+        "/metrics": {"get": _route("Metrics in the format of Prometheus.", None)},
     }
-    paths["/health"]["get"]["responses"]["503"] = _json("The model cannot work any more.", ref("Health"))
+    paths["/health"]["get"]["responses"]["503"] = _json("The model has failed.", ref("Health"))
     for path, methods in paths.items():
         for route in methods.values():
             if path != "/health" and key:
@@ -71,7 +73,7 @@ def describe_api(model: str, settings: ServerSettings) -> dict[str, Any]:
         "info": {
             "title": "sdmlm",
             "version": __version__,
-            "summary": "OpenAI's API, with a verdict and its evidence beside every answer.",
+            "summary": "OpenAI's API; every answer comes with a verdict and its evidence.",
         },
         "paths": paths,
         "components": {"schemas": {**SCHEMAS, **requests(model)}, **schemes},
@@ -103,7 +105,7 @@ def _post(summary: str, body: str, answer: str, errors: Any) -> dict[str, Any]:
 
 
 def _ask(summary: str, body: str, answer: str, errors: Any) -> dict[str, Any]:
-    """A route that may also stream."""
+    """A route whose answer may also be a stream."""
     route = _post(summary, body, answer, errors)
     chunk = {"anyOf": [ref(answer.replace("Answer", "Chunk")), ref("Error")]}
     data = {

@@ -1,7 +1,7 @@
-"""JSON schemas of what the server takes and gives, for its OpenAPI description.
+"""JSON schemas of the requests and responses of the server, for its OpenAPI description.
 
-Made from what the code reads by where that is possible (`protocol.NEUTRAL`, the fields of `Verification`), so that both stay
-the same. Rules that a schema cannot say are in the descriptions.
+Where possible they are made from the code that reads or writes the fields (`protocol.NEUTRAL`, the fields of `Verification`), so
+that they cannot differ. Rules that a schema cannot express are in the descriptions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ TEXT = {"type": "string", "pattern": r"\S", "description": "More than white spac
 COUNT = {"type": "integer", "minimum": 0}
 ANSWER = {"type": "string", "description": "The answer to judge; may be empty."}
 
-# What comes in
+# Requests
 
 SDM = record(
     {},
@@ -93,7 +93,7 @@ SDM = record(
         "alpha": {"type": ["number", "null"], "exclusiveMinimum": 0.5, "maximum": 1},
         "on_reject": {
             "enum": ["flag", "abstain", "search", None],
-            "description": "What becomes of unverified answers.",
+            "description": "What to do with unverified answers.",
         },
         "budget": {
             "type": ["integer", "null"],
@@ -103,7 +103,7 @@ SDM = record(
         },
         "neighbors": {"type": ["integer", "null"], "minimum": 0, "maximum": protocol.MAX_NEIGHBORS},
     },
-    description="budget goes only with on_reject: search.",
+    description="budget is only allowed with on_reject: search.",
     anyOf=[
         {"properties": {"budget": {"type": "null"}}},
         {"properties": {"on_reject": const("search")}, "required": ["on_reject"]},
@@ -150,7 +150,7 @@ ASK = {
         ]
     },
     "max_tokens": LIMIT,
-    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2, "description": "0 unless given."},
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2, "description": "0 by default."},
     "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
     "seed": {"type": ["integer", "null"], "minimum": -protocol.INT64, "maximum": protocol.INT64 - 1},
     "stream": or_null(FLAG),
@@ -159,7 +159,7 @@ ASK = {
     **{name: {"enum": [None, *values]} for name, values in protocol.NEUTRAL.items()},
 }  # fmt: skip
 RULES = [
-    {  # more answers than one need chance
+    {  # several answers need random sampling
         "anyOf": [
             {"properties": {"n": {"enum": [None, 1]}}},
             {"properties": {"temperature": {"type": "number", "exclusiveMinimum": 0}}, "required": ["temperature"]},
@@ -175,7 +175,7 @@ RULES = [
 
 
 def requests(model: str) -> dict[str, Schema]:
-    """The schemas of bodies; `model` is the only name that is known."""
+    """The schemas of bodies; `model` is the only model name that is accepted."""
     name = {"enum": [model, None], "description": "May be left out; any other name is answered with 404."}
     prompt = {
         "properties": {"messages": {"type": "null"}, "prompt": {"type": "string"}},
@@ -194,7 +194,7 @@ def requests(model: str) -> dict[str, Schema]:
             {"messages": MESSAGES},
             {**ASK, "model": name, "max_completion_tokens": LIMIT},
             allOf=[*RULES, tokens],
-            description="n above 1 needs a temperature above 0; stream_options go only with stream.",
+            description="n above 1 needs a temperature above 0; stream_options are only allowed with stream.",
         ),
         "CompletionRequest": record(
             {"prompt": {"anyOf": [TEXT, array(TEXT, minItems=1)]}}, {**ASK, "model": name}, allOf=RULES
@@ -217,10 +217,10 @@ def requests(model: str) -> dict[str, Schema]:
     }
 
 
-# What goes out
+# Responses
 
 EVIDENCE = of_dataclass(Verification, without=("yes",)) | {
-    **{name: or_null(STRING) for name in TEXT_FIELDS},  # null where an answer is withheld
+    **{name: or_null(STRING) for name in TEXT_FIELDS},  # null if an answer is withheld
     "verified": FLAG,
     "outcome": {"enum": [name.replace("_", " ") for name in OUTCOMES]},
     "region": ref("Region"),
@@ -231,7 +231,7 @@ FRAME = {"id": STRING, "created": WHOLE, "model": STRING, "system_fingerprint": 
 
 
 def chunk(kind: str, said: Schema, refusal: Schema | None = None) -> Schema:
-    """One event of a stream: text, or the end of a choice with its evidence, or at last the usage."""
+    """One event of a stream: text, or the end of a choice with its evidence, or, as the last, the usage."""
     text = record({**CHOICE, **said, "finish_reason": {"type": "null"}})
     end = record({**CHOICE, **said, **END}, refusal)
     return record(
@@ -254,7 +254,7 @@ SCHEMAS: dict[str, Schema] = {
     "Exemplar": record(of_dataclass(Exemplar), description="A known document near the answer."),
     "Region": record(
         {"alpha": {"type": "number"}, "q_min": NUMBER, "psi": array(NUMBER)},
-        description="The high-reliability region; null stands for a threshold that nothing reaches.",
+        description="The high-reliability region; null means that no value reaches the threshold.",
     ),
     "Evidence": record(EVIDENCE, description="What the SDM layer says about an answer: the fields of Verification."),
     "Usage": record({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT}),
@@ -309,7 +309,7 @@ SCHEMAS: dict[str, Schema] = {
             "control_tokens": array(STRING),
             "measured": array(ref("Measured")),
             "certificate": or_null(ref("Certificate")),
-            "documents": {**STRING, "description": "What the SDM layer was fitted over."},
+            "documents": {**STRING, "description": "The kind of documents that the SDM layer was fitted on."},
         }
     ),
     "Health": record({"status": {"enum": ["ok", "failed"]}, "version": STRING}),

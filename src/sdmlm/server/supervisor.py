@@ -1,7 +1,7 @@
-"""A parent process that starts the server again at once when it is killed (by the kernel for want of memory, say).
+"""A parent process that starts the server again at once when it is killed, for example by the kernel when memory runs out.
 
-The parent imports all libraries, which is most of a start, and holds the socket: clients that come meanwhile wait. It loads
-no model and computes nothing, so that a fork copies no thread and no GPU context.
+The parent imports all libraries, which takes most of the time of a start, and keeps the socket open, so clients that connect
+meanwhile only wait. It loads no model and computes nothing, so a fork copies no threads and no GPU context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from types import FrameType
 
-MOST, WITHIN = 5, 60.0  # killed so often within so many seconds: it will not get better
+MOST, WITHIN = 5, 60.0  # after so many kills within so many seconds it gives up
 PR_SET_PDEATHSIG = 1
 NEEDED = (
     "uvicorn",
@@ -31,9 +31,9 @@ NEEDED = (
 
 
 def keep_running(serve: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Run `serve` in a child process, again and again while it is killed.
+    """Run `serve` in a child process, and again each time that it is killed.
 
-    Returns in the child, where `serve` has ended. The parent never returns: it exits with the status of its last child.
+    Returns in the child only, when `serve` has ended. The parent never returns: it exits with the status of its last child.
     """
     if sys.platform != "linux":
         raise ValueError("--restart works on Linux only: let your process manager start the server again.")
@@ -60,7 +60,7 @@ def keep_running(serve: Callable[[], None], say: Callable[[str], None]) -> None:
             if not stopping and os.getppid() == parent:
                 serve()
             return
-        if stopping:  # the signal came just before there was a child
+        if stopping:  # the signal came just before the child existed
             os.kill(child, signal.SIGTERM)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         child = 0
