@@ -77,7 +77,7 @@ def test_the_sentence_tells_right_answers_share_and_promise() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"right": 0}, "the language model itself is the problem"),
+        ({"right": 0}, "none of the language model's answers is right"),
         ({"prompts": 20, "right": 19}, "even without an error 59 held-out prompts are needed"),
         ({"needed": 900}, "about 900 held-out prompts would be needed"),
         ({"alpha": 1.0}, "no number of prompts can show"),
