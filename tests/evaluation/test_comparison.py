@@ -157,7 +157,7 @@ def test_scores_have_a_line_for_every_estimator_and_rival(comparison: EstimatorC
     rivals = ["logistic regression", "temperature", "Platt", "isotonic", "k-NN distance", "Mahalanobis"]
     keys = [(row.dataset, row.model, row.estimator) for row in comparison.scores.rows]
     certified = [key for key in keys if key[1] == "certified"]
-    assert {key[2] for key in certified} == {"SDM", *rivals, "relative Mahalanobis"}
+    assert {key[2] for key in certified} == {"SDM", "VBLL", *rivals, "relative Mahalanobis"}
     assert len(certified) == len(TESTS) * len({key[2] for key in certified})
     assert [key for key in keys if "logistic" not in key[1] and key not in certified] == list(comparison.decisions)
     assert [key[2] for key in keys if key[:2] == ("same", "tiny+logistic regression")] == [
@@ -183,6 +183,13 @@ def test_scores_have_a_line_for_every_estimator_and_rival(comparison: EstimatorC
     assert same["SDM HR"].measures["auroc"] > 0.5
     plain = json.loads(json.dumps(comparison.scores.json(), allow_nan=False))
     assert {"accuracy", "coverage", "accuracy_accepted", "auroc", "aurc", "prr", "coverage_at_0.95"} <= set(plain[0])
+    measured = [row for row in plain if row["ece"] is not None]
+    assert {row["estimator"] for row in measured} == {"softmax", "temperature", "SDM", "logistic regression"}
+    for row in measured:
+        assert 0 <= row["ece"] <= 1
+        assert 0 <= row["class_wise_ece"] <= 1
+        assert 0 <= row["brier"] <= 2
+        assert row["log_loss"] >= 0
     assert len(comparison.scores.csv().splitlines()) == len(keys) + 1
     assert comparison.scores.markdown().count("\n") == len(keys) + 2
     assert comparison.scores.latex().count(r"\midrule") == 2

@@ -102,3 +102,14 @@ def test_shift_measures_agree_with_scikit_learn() -> None:
 def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_measures_of_probabilities_together():
+    rng = np.random.default_rng(0)
+    p, y = rng.dirichlet(np.ones(3), 50), rng.integers(0, 3, 50)
+    assert metrics.calibration_measures(p, y) == {
+        "ece": metrics.expected_calibration_error(p.max(axis=1), p.argmax(axis=1) == y),
+        "class_wise_ece": metrics.class_wise_calibration_error(p, y),
+        "brier": metrics.brier_score(p, y),
+        "log_loss": metrics.log_loss(p, y),
+    }

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import softmax
 
 from sdmlm.estimator.acceptance import least_points
 from sdmlm.estimator.embedding_files import Embeddings
@@ -36,7 +37,7 @@ from sdmlm.evaluation.baselines import (
     cross_entropy_logits,
 )
 from sdmlm.evaluation.certified import rival_methods, sdm_method
-from sdmlm.evaluation.embedding_baselines import EmbeddingBaseline, embedding_baselines
+from sdmlm.evaluation.embedding_baselines import EmbeddingBaseline, LogisticRegressionScore, embedding_baselines
 from sdmlm.evaluation.metrics import selective_metrics
 from sdmlm.evaluation.score_table import ScoredPoints, ScoreTable
 from sdmlm.evaluation.selective_table import SelectiveRow, SelectiveTable
@@ -125,7 +126,9 @@ def compare(
             for name, baseline in named.items():
                 decided = baseline.accept(points)
                 correct = decided[0] == labels
-                scored.append(ScoredPoints(dataset, model, name, baseline.score(points), decided[1], correct))
+                p = _probabilities(baseline, points)
+                measured = None if p is None else (p, labels)
+                scored.append(ScoredPoints(dataset, model, name, baseline.score(points), decided[1], correct, measured))
                 if named is rivals:
                     continue  # the papers' table has only the SDM layer and the baselines over logits
                 decisions[dataset, model, name] = decided
@@ -157,8 +160,20 @@ def _certified(
             evidence = method.score(data.X)
             finite = np.where(np.isfinite(evidence.confidence), evidence.confidence, -1e9)
             right = evidence.predictions == data.labels(dataset)
-            lines.append(ScoredPoints(dataset, "certified", name, finite, rule.accepts(evidence), right))
+            p = (estimator.score(data.X).p, data.labels(dataset)) if name == "SDM" else None
+            lines.append(ScoredPoints(dataset, "certified", name, finite, rule.accepts(evidence), right, p))
     return lines
+
+
+def _probabilities(baseline: Any, points: Any) -> NDArray[np.float64] | None:
+    """The probabilities of the classes that a baseline gives for what it judges (logits, embeddings or Scores), if any."""
+    if isinstance(baseline, SoftmaxThreshold):
+        return np.asarray(softmax(points, axis=1))
+    if isinstance(baseline, TemperatureScaling):
+        return np.asarray(softmax(np.asarray(points) / baseline.temperature_, axis=1))
+    if isinstance(baseline, SDMThreshold):
+        return np.asarray(points.p)
+    return np.asarray(baseline.model.predict_proba(points)) if isinstance(baseline, LogisticRegressionScore) else None
 
 
 def write_comparison(folder: str | Path, comparison: EstimatorComparison) -> list[Path]:

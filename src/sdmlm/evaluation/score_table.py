@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from sdmlm.evaluation.metrics import score_measures
+from sdmlm.evaluation.metrics import calibration_measures, score_measures
 from sdmlm.evaluation.tables import CellText, RenderedTable, TextRow, TextTable, csv_text
 
 _HEADS = {  # columns of a printed table: name -> (head, head in LaTeX)
@@ -36,7 +36,10 @@ _SAYS = {
 
 @dataclass(frozen=True)
 class ScoredPoints:
-    """What one estimator says of one data set: a score, a decision, and whether the prediction is right, per point."""
+    """What one estimator says of one data set: a score, a decision, and whether the prediction is right, per point.
+
+    `probabilities`: those of the classes (N, C) and the labels (N,), where the estimator gives any.
+    """
 
     dataset: str
     model: str
@@ -44,6 +47,7 @@ class ScoredPoints:
     scores: NDArray[np.float64]
     accepted: NDArray[np.bool_]
     correct: NDArray[np.bool_]
+    probabilities: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
 
     @cached_property
     def measures(self) -> dict[str, float | None]:
@@ -54,6 +58,7 @@ class ScoredPoints:
             "coverage": float(self.accepted.mean()),
             "accuracy_accepted": float(accepted.mean()) if len(accepted) else math.nan,
             **score_measures(self.scores, self.correct),
+            **({} if self.probabilities is None else calibration_measures(*self.probabilities)),
         }
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -73,8 +78,14 @@ class ScoreTable(RenderedTable):
 
     def json(self) -> list[dict[str, Any]]:
         """Plain values; None (null) where a measure is undefined."""
+        names = dict.fromkeys(name for row in self.rows for name in row.measures)
         return [
-            {"dataset": row.dataset, "model": row.model, "estimator": row.estimator, **row.measures}
+            {
+                "dataset": row.dataset,
+                "model": row.model,
+                "estimator": row.estimator,
+                **{name: row.measures.get(name) for name in names},
+            }
             for row in self.rows
         ]
 
