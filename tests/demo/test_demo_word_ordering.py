@@ -115,7 +115,7 @@ def test_it_explains(demo: tuple[Path, str]) -> None:
     assert "The first of the test answers that is rejected" in shown
     assert re.search(r"similar, at distance [\d.]+:.*?, which\s+is\s+(right|wrong)\s+for\s", shown, re.DOTALL)
     assert re.search(r"The verdict on it is (Yes|No)\.\s+It is (right\.|wrong; the sentence was: )", shown)
-    assert shown.index('"test" are 200 unseen sentences') < shown.index("Selective classification")
+    assert shown.index('"test" are 200 new sentences') < shown.index("Selective classification")
     assert re.search(r"^SDM \+ HN: epoch 1\.\d, loss", shown, re.MULTILINE)  # progress in a log
     assert "sdmlm chat" in shown
     comparisons = json.loads((folder / "tables.json").read_text(encoding="utf-8"))["comparisons"]
