@@ -4,8 +4,8 @@
 
 Each line is the share of the test answers that SDM layers accept after fine-tuning with the SDM loss, minus that after cross-entropy (both
 with hard negatives), in points. A small dot is a seed, averaged over the layers fitted on its two language models; the large dot is the
-mean over the seeds, the bar its 95% interval (Student's t, paired by seed). One seed gives no interval. The paper's figures have no seeds.
-It prints the lines as a table too; the last column is half the interval: an effect of that size would have shown.
+mean over the seeds, the bar its 95% interval (Student's t, paired by seed) where there are three seeds or more.
+The paper's figures have no seeds. It prints the lines as a table too; the last column is half the interval: an effect of that size would have shown.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy.stats import t
 
@@ -108,14 +109,15 @@ def plot(lines: list[Line], path: Path) -> None:
     axes.axvline(0, color="0.6", linewidth=1)
     for y, (name, differences) in enumerate(lines):
         color = "0.35" if name.startswith("paper") else "C0"
-        half = interval(differences)
-        if half is not None:
+        half = interval(differences) if len(differences) > 2 else None  # that of two seeds is wider than the plot
+        if len(differences) > 1:
             axes.plot(differences, [y] * len(differences), "o", color=color, markersize=3, alpha=0.4)
         axes.errorbar(statistics.fmean(differences), y, xerr=half, fmt="o", color=color, capsize=3)
     axes.set_yticks(range(len(lines)), [name for name, _ in lines])
     axes.invert_yaxis()
     axes.set_xlabel("accepted with the SDM loss minus accepted with cross-entropy, points")
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "sdmlm"}):  # text as text, and the same file every time
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:

@@ -115,7 +115,13 @@ class Through(SDMTrainer):
 
 
 def fine_tune(
-    variant: str, seed: int, train: Sequence[Any], calibration: Sequence[Any], epochs: int, folder: str
+    variant: str,
+    seed: int,
+    train: Sequence[Any],
+    calibration: Sequence[Any],
+    epochs: int,
+    folder: str,
+    maker: type[SDMTrainer] | None = None,
 ) -> Any:
     """A trainer after training, without the final layer."""
     settings: dict[str, Any] = {
@@ -128,7 +134,7 @@ def fine_tune(
     quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "logging_steps": 10, "use_cpu": True}
     quiet |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
     config = SDMConfig(folder, seed=seed, loss="ce" if variant == "ce" else "sdm", **settings, **quiet)
-    maker = {"crossfit": CrossFitted, "through": Through}.get(variant, SDMTrainer)
+    maker = maker or {"crossfit": CrossFitted, "through": Through}.get(variant, SDMTrainer)
     trainer: Any = maker(BASE_MODEL, config, train, calibration, reward_funcs=reward)
     trainer.fit_final_layer = lambda: None  # many are fitted in `measure`
     trainer.train()

@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["resample", "reprompt", "continue"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--calibrate", nargs="+", type=int, help="budgets to calibrate a search for (default: all)")
+    parser.add_argument("--best-of", nargs="+", type=int, help="budgets to compare with best-of-n (default: all)")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--alpha", type=float, help="another alpha than the model's")
     parser.add_argument("--limit", type=int, help="test prompts (default: all)")
@@ -127,7 +128,9 @@ def main() -> None:
     note("plain", 0, start, lm.generate(prompts, alpha=alpha, neighbors=0, progress=False))
     for budget in args.budgets:
         start = time.perf_counter()
-        note("best-of-n by LM probability", budget, start, best_of(lm, prompts, 1 + budget, args.temperature, alpha))
+        if not args.best_of or budget in args.best_of:
+            best = best_of(lm, prompts, 1 + budget, args.temperature, alpha)
+            note("best-of-n by LM probability", budget, start, best)
         for kind in args.kinds:
             policy, start = SearchPolicy(kind, budget, args.temperature), time.perf_counter()
             answers = lm.generate(prompts, search=policy, alpha=alpha, neighbors=0, progress=False)

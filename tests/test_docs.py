@@ -143,6 +143,31 @@ def test_the_answer_about_the_loss_follows_from_its_files() -> None:
         assert [float(value) for value in shown] == pytest.approx(expected, abs=0.06), (name, alpha)
 
 
+def stored(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
+
+
+def test_the_answers_about_gradients_and_search_follow_from_their_files() -> None:
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    for entry in stored("loss-gradients-demo.json")["epochs"]:
+        shown = [f"{entry[name]:.4f}" for name in ("ce, published", "ce, crossfit", "ce, two halves")]
+        assert f"| {entry['epoch']} | {' | '.join(shown)} |" in lines
+    for model in stored("second-answers-demo.json")["models"].values():
+        n = model["continue, greedy"]["all"]
+        shown = [model["first_right"], f"{n['01']} of {n['00'] + n['01']}", f"{n['10']} of {n['10'] + n['11']}"]
+        assert any(line.endswith(f"| {' | '.join(map(str, shown))} | {n['same text']} |") for line in lines)
+    for run in stored("search-demo-revise.json")["results"][1:]:
+        shown = f"{100 * run['verified']:.1f}%, {100 * run['verified_right']:.1f}%, {run['tokens']:.0f} |"
+        assert any(line.startswith(f"| {run['budget']} | ") and shown in line for line in lines), run
+    for run in stored("loss-variants-demo.json")["runs"]:
+        n, layers = run["answers"], run["layers"]
+        accepted = [100 * statistics.mean(layer["admitted"][a] for layer in layers) / n for a in range(4)]
+        scores = [statistics.mean(layer[name] for layer in layers) for name in ("auroc", "aurc", "mean_q")]
+        cells = [*(f"{share:.1f}%" for share in accepted), f"{scores[0]:.3f}", f"{scores[1]:.4f}", f"{scores[2]:.0f}"]
+        row = f" | {100 * run['right'] / n:.1f}% | {' | '.join(cells)} |"
+        assert any(line.startswith(f"| {run['seed']}: ") and line.endswith(row) for line in lines), run["variant"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_paths_of_one_machine(page: Path) -> None:
     paths = re.findall(r"(?<![\w.])/(?:work|tmp|home|root|usr|mnt)\b\S*", page.read_text(encoding="utf-8"))
