@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS[:3]))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rows", type=int, default=1600, help="training rows")
-    parser.add_argument("--calibration-rows", type=int, default=1200)
+    parser.add_argument("--calibration-rows", type=int, default=1000)
     parser.add_argument("--test-rows", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
