@@ -75,6 +75,20 @@ def test_generate_and_verify_name_the_certificate(model: str, capsys: pytest.Cap
     assert "promises nothing about answers that the model did not write itself" in shown
 
 
+def test_the_report_begins_with_the_promise(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate = SDMLanguageModel.from_pretrained(model, device="cpu").certificate()
+    assert certificate is not None
+    assert main(["report", model]) == 0
+    page = Path(model, "report.html").read_text(encoding="utf-8")
+    body = page[page.index("<main>") :]
+    verified = (
+        f"{certificate.accepted} of {certificate.prompts} answers are verified, {certificate.accepted_right} of these"
+    )
+    assert body.index("<figure") < body.index(verified) < body.index("held-out prompts rightly") < body.index("<table")
+    assert main(["report", model, "--alpha", "0.99"]) == 0  # more than the certificate promises
+    assert "held-out prompts rightly" not in Path(model, "report.html").read_text(encoding="utf-8")
+
+
 def test_certify_renews_the_certificate_of_a_language_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = SDMLanguageModel.from_pretrained(model, device="cpu").certificate()
     assert main(["certify", model, "--data", "fresh.jsonl", "--epsilon", "0.02", "--json"]) == 0

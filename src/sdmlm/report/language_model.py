@@ -18,6 +18,7 @@ from sdmlm.report.replication import paper_table, training_curves
 if TYPE_CHECKING:
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.generation.search_calibration import SearchCalibration
+    from sdmlm.language_model.answer_rule import AnswerCertificate
 
 
 def write_report(
@@ -29,8 +30,12 @@ def write_report(
     evaluations: Mapping[str, Evaluation],
     searches: Sequence[SearchCalibration],
     feedback: int,
+    certificate: AnswerCertificate | None = None,
 ) -> None:
-    """Write the report. `metadata` is sdm/lm.json, `record` is training.json if there is one; evaluations by test set."""
+    """Write the report. `metadata` is sdm/lm.json, `record` is training.json if there is one; evaluations by test set.
+
+    `certificate` is the one that applies, if any: the report begins with it.
+    """
     tags = metadata["tags"]
     run = Run(
         "",
@@ -46,11 +51,28 @@ def write_report(
             ("Search", _searches(searches)) if searches else None,
             ("How it was made", _made(metadata, record, feedback)),
         ]
-        first = [("On test sets: the LM's own answers", _tests(run))] if evaluations else []
+        first = [("Verified answers, and what is promised", _promise(certificate))] if certificate is not None else []
+        first += [("On test sets: the LM's own answers", _tests(run))] if evaluations else []
     title = f"SDM language model: {name}"
     sections = [section for section in more if section is not None and section[1]]
     names = [tags["no"], tags["yes"]]
     estimator_report.write_report(path, estimator, title=title, class_names=names, more=sections, first=first)
+
+
+def _promise(certificate: AnswerCertificate) -> str:
+    """What became of the held-out answers under the certificate: a picture, and the promise in words."""
+    n, verified, right = certificate.prompts, certificate.accepted, certificate.accepted_right
+    parts = [
+        ("verified, right", plots.BLUE, None, [right / n]),
+        ("verified, wrong", plots.ORANGE, "//", [(verified - right) / n]),
+        ("not verified: a person should look", "none", None, [1 - verified / n]),
+    ]
+    drawn = plots.shares(
+        ["held-out answers"], parts, f"{n} answers of the LM to prompts that were held out", inches=6.2
+    )
+    caption = f"{verified} of {n} answers are verified, {right} of these are right. Not verified does not mean wrong."
+    picture = page.figure("verified", drawn, "Verified answers to held-out prompts", caption)
+    return f"{picture}<p class='lead'>{page.text(certificate.sentence())}</p>"
 
 
 def _tests(run: Run) -> str:

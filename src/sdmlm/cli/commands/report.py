@@ -32,7 +32,9 @@ def run(args: argparse.Namespace) -> None:
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.evaluation.lm_evaluation import read_evaluations
     from sdmlm.generation.feedback import load_feedback, with_feedback
+    from sdmlm.generation.judging import applicable
     from sdmlm.generation.search_calibration import load_searches
+    from sdmlm.language_model.answer_rule import load_certificate
     from sdmlm.language_model.sdm_folder import layer_sha256, read_lm_metadata
     from sdmlm.report.language_model import write_report
     from sdmlm.storage.artifacts import SDM_FOLDER
@@ -45,16 +47,19 @@ def run(args: argparse.Namespace) -> None:
     sdm = folder / SDM_FOLDER
     metadata = read_lm_metadata(sdm)
     estimator = SDMEstimator.from_pretrained(sdm)
+    feedback = load_feedback(sdm, metadata["fingerprint"])
+    alpha = estimator.alpha_ if args.alpha is None else args.alpha
+    certificate = applicable(load_certificate(sdm), alpha, with_feedback(estimator, feedback.items).digest)
     if args.alpha is not None:
         estimator.recalibrate(args.alpha)
-    feedback = load_feedback(sdm, metadata["fingerprint"])
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
     searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
     runs, others = read_evaluations(folder, layer_sha256(sdm))
     for path in others:
         common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
-    write_report(output, folder.name, estimator, metadata, read_record(folder), runs, searches, len(feedback.items))
+    record, added = read_record(folder), len(feedback.items)
+    write_report(output, folder.name, estimator, metadata, record, runs, searches, added, certificate)
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **summarize_calibration(estimator).metrics()})
         return
