@@ -79,7 +79,7 @@ def test_the_wheel_works_away_from_the_source_tree(installed: Path, tmp_path: Pa
     assert "nothing was trained" in run(train, tmp_path)
 
 
-@pytest.mark.timeout(900)  # it trains two models: 80 seconds on a free machine
+@pytest.mark.timeout(1800)  # it trains two models: 80 seconds on a free machine
 def test_the_wheel_runs_the_fast_demo(installed: Path, tmp_path: Path) -> None:
     shown = run([installed / "sdmlm", "demo", "--fast", "--output", "demo"], tmp_path)
     assert "Try next" in shown

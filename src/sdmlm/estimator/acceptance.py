@@ -5,7 +5,7 @@ A rule accepts a point when two things hold. Its *confidence* (Similarity and Ma
 The certificate is about the confidence threshold. The Distance bound is there to reject points of another kind, about which no
 certificate can say anything; its cost is that it also rejects the share epsilon of known points.
 
-The threshold is found on points that played no part in fitting. Candidate thresholds come from the calibration points and are
+The threshold is found on points that were not used for fitting. Candidate thresholds come from the calibration points and are
 tested in a fixed order until one fails: first the one most likely to pass by those points, then lower and lower ones. Each is
 tested by the exact binomial test; the null hypothesis is that the accuracy among the accepted points is below alpha
 (`threshold_tests` has the procedures and their proofs). So with probability at least 1 - delta the accuracy among the accepted
