@@ -84,7 +84,9 @@ def test_the_report_begins_with_the_promise(model: str, capsys: pytest.CaptureFi
     verified = (
         f"{certificate.accepted} of {certificate.prompts} answers are verified, {certificate.accepted_right} of these"
     )
-    assert body.index("<figure") < body.index(verified) < body.index("held-out prompts correctly") < body.index("<table")
+    assert (
+        body.index("<figure") < body.index(verified) < body.index("held-out prompts correctly") < body.index("<table")
+    )
     assert main(["report", model, "--alpha", "0.99"]) == 0  # more than the certificate promises
     assert "held-out prompts correctly" not in Path(model, "report.html").read_text(encoding="utf-8")
 
