@@ -26,7 +26,9 @@ Part = tuple[Tensor, Tensor, list[Any]]  # (x, labels, ids)
 OnEpoch = Callable[[dict[str, float]], None]
 
 REPEATS = 4  # random partitions whose layers are averaged
-_SMALL_WORK = 2e9  # entries of the distance matrices times columns; below this, one thread is faster than several
+# Squared points times columns below which one thread is used. Several gain at most their number, and on a busy machine they wait for
+# each other: 10,000 x 256 took 4 s of computing with one thread and 69 s with two. Training repeats the work in every epoch.
+_SMALL_WORK, _SMALL_TRAINING = 1e11, 2e9
 
 
 def fit_layers(
@@ -38,16 +40,16 @@ def fit_layers(
     groups: NDArray[np.int64] | None = None,
 ) -> list[SDMLayer]:
     """The layers that the estimator's settings ask for, the best first if they are not averaged."""
-    with threads_for(points[0]):
+    with threads_for(points[0], _SMALL_WORK if estimator.learning_rate is None else _SMALL_TRAINING):
         if estimator.combine == "average":
             return _fit_repeats(estimator, points, n_classes, on_epoch, groups)
         return _fit_rounds(estimator, points, given, n_classes, on_epoch, groups)
 
 
 @contextlib.contextmanager
-def threads_for(x: Tensor) -> Iterator[None]:
+def threads_for(x: Tensor, small: float) -> Iterator[None]:
     """One thread for small problems, in which several would wait for each other; afterwards the old setting is restored."""
-    if x.device.type != "cpu" or len(x) ** 2 * x.shape[1] > _SMALL_WORK or torch.get_num_threads() == 1:
+    if x.device.type != "cpu" or len(x) ** 2 * x.shape[1] > small or torch.get_num_threads() == 1:
         yield
         return
     before = torch.get_num_threads()
