@@ -162,3 +162,16 @@ def test_a_replicated_run_has_its_scores_compared_once(model: str, monkeypatch: 
     verified = found["test", "SDM: the model's own rule"].accepted
     assert len(verified) == 100
     assert verified.mean() > 0.5
+
+
+def test_calibrating_again_goes_back_to_the_published_layer(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The automatic layer over own answers has no learning rate; the next layer takes its alpha, and nothing else, from it."""
+    before = SDMLanguageModel.from_pretrained(model, device="cpu")
+    command = ["calibrate", model, "--data", "fresh.jsonl", "--force", "--documents", "paper", "--summary", "states"]
+    assert main([*command, "--sdm-epochs", "2", "--exemplar-dim", "8"]) == 0
+    after = SDMLanguageModel.from_pretrained(model, device="cpu")
+    assert after.alpha == before.alpha
+    assert (after.estimator.combine, after.estimator.learning_rate, after.estimator.center) == ("best", 1e-5, "global")
+    assert after.answer_certificate is None
+    assert after.reduction is None
+    assert not (Path(model) / "sdm" / "reduction").exists()

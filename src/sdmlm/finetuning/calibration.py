@@ -110,7 +110,9 @@ def _present_settings(model: str) -> dict[str, Any]:
         settings |= {name: metadata[name] for name in ("summary", "documents") if name in metadata}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         parameters = json.loads((sdm / CONFIG).read_text(encoding="utf-8"))["parameters"]
-        settings |= {field: parameters[parameter] for parameter, field in LAYER_FIELDS.items()}
+        settings["alpha"] = parameters["alpha"]
+        if parameters["learning_rate"] is not None:  # otherwise it is automatic, and says nothing about a trained layer
+            settings |= {field: parameters[parameter] for parameter, field in LAYER_FIELDS.items()}
     return settings
 
 
