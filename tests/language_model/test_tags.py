@@ -36,7 +36,7 @@ PIECES = [
     *LOOK_ALIKES,
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
-CUT = re.compile(r"(<verified>\s*(|Y|Ye|Yes(<|</[a-z]*>?)?|N|No(<|</[a-z]*>?)?)\s*|<v(e(r(i(f(i(e(d)?)?)?)?)?)?)?)$")
+CUT = re.compile(r"(<verified>\s*(|Y|Ye|Yes(<|</[a-z]*>?)?|N|No(<|</[a-z]*>?)?)\s*|<v(e(r(i(f(i(e(d)?)?)?)?)?)?)?)\Z")
 
 
 @given(text=texts)
