@@ -170,7 +170,7 @@ function showAlpha(region, point) {
     ["least q′", number(region.q_min)],
     ...info.classes.map((name, c) => [`least output ψ for ${name}`, probability(region.psi[c])]),
     ["calibration documents in the region", `${percent(share)} of ${points.length}`],
-    ["of these rightly judged", percent(accuracy)],
+    ["judged correctly, of these", percent(accuracy)],
   ]);
 }
 
@@ -244,7 +244,7 @@ function drawSimilarity(region, point) {
   const agree = q === 1 ? "document agrees" : `${q} documents agree`;
   const sentence =
     q === 0
-      ? `The nearest document is not one rightly judged ${info.classes[point.prediction]}: q is 0, as for ` +
+      ? `The nearest document is not a ${info.classes[point.prediction]} that was judged correctly: q is 0, as for ` +
         `${shareWhere((p) => p.q === 0)} of the calibration documents.`
       : `The nearest ${agree} without a break (q′ ${number(q_prime)}): higher than for ` +
         `${shareWhere((p) => p.q_prime < q_prime)} of the calibration documents.`;

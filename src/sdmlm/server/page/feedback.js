@@ -1,4 +1,4 @@
-// Thumbs up and down: a person's judgement of the answer shown joins the support, and can be taken back.
+// Thumbs up and down: a person's judgement of the answer shown is added to the support, and can be taken back.
 
 import * as api from "./api.js";
 import { byId, clearProblem, showProblem } from "./dom.js";

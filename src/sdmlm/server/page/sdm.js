@@ -50,7 +50,7 @@ export function outcomeIn(region, point, certificate) {
 /** What was measured on the model's own answers, in words. */
 export function measuredText({ measured = [], certificate = null }) {
   if (certificate) return certificate.says;
-  if (!measured.length) return "How many of this model's own answers are verified, and rightly, has not been measured.";
+  if (!measured.length) return "How many of this model's own answers are verified, and how many of those are right, has not been measured.";
   return measured.map(({ name, prompts, alpha, verified, verified_right: right }) =>
     `Measured on this model's own answers to ${prompts} prompts (${name}, alpha ${alpha}): ` +
     `${percent(verified / prompts)} verified${verified ? `, ${percent(right / verified)} of these right` : ""}.`).join(" ");
@@ -110,7 +110,7 @@ export function effect(region, point, classes, certificate) {
   return `${at} this answer is not verified: its output ${probability(point.probability)} is below ψ ${probability(psi)}.`;
 }
 
-/** Share of the points in the region, and of these the share that is rightly predicted. */
+/** Share of the points in the region, and the share of those that is predicted correctly. */
 export function admitted(region, points) {
   const inside = points.filter((p) => inRegion(region, p));
   const right = inside.filter((p) => p.prediction === p.label).length;
