@@ -67,7 +67,7 @@ def test_generate_and_verify_name_the_certificate(model: str, capsys: pytest.Cap
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{verified} of 20 answers ({verified / 20:.1%}) are verified" in shown
     assert "under the model's certificate" in shown
-    assert "Of the answers that pass this rule at least" in shown
+    assert "of the answers that pass this rule are right" in shown
     judged = "".join(json.dumps({"prompt": r["prompt"], "completion": r["chosen"]}) + "\n" for r in rows)
     Path("answers.jsonl").write_text(judged)
     assert main(["verify", model, "--data", "answers.jsonl"]) == 0

@@ -236,7 +236,7 @@ def test_the_outcome_in_words(changes: dict[str, Any], outcome: str) -> None:
 def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
     rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 0.0), 0.1, (1,), 40, 0, (), "digest")
     certificate = AnswerCertificate(rule, 40, 36, 30, 29, None)
-    promise = "Of the answers that pass this rule at least 90% are right."
+    promise = "With probability 0.95, at least 90% of the answers that pass this rule are right."
     own = certificate_reason(certificate, True, verification(finish_reason="stop"), 0.5, 0.9)
     others = certificate_reason(certificate, True, verification(finish_reason="given"), 0.5, 0.9)
     assert own.endswith(promise)

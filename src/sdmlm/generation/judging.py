@@ -125,7 +125,7 @@ def certificate_reason(
     )
     seen = f"{known} judged {'right' if one.verdict == one.yes else 'wrong'}, and rightly so"
     if accepted:
-        promise = f"Of the answers that pass this rule at least {rule.alpha:.0%} are right."
+        promise = f"With probability {1 - rule.delta:g}, at least {rule.alpha:.0%} of the answers that pass this rule are right."
         if one.finish_reason == "given":  # the certificate covers what the LM writes itself
             promise = "The certificate promises nothing about answers that the model did not write itself."
         return (
