@@ -17,7 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from json_schema import problems, values
 from server_checks import NAME, Answer, Served, ask, metric, served, trained
+from tiny_sdm_lm import train
 
+from sdmlm import SDMLanguageModel
+from sdmlm.server.info import describe
 from sdmlm.server.openapi import describe_api
 from sdmlm.server.schemas import SCHEMAS, requests
 from sdmlm.server.settings import ServerSettings, Upstream
@@ -149,6 +152,16 @@ def test_all_other_routes_are_as_described(server: Served, described: Any) -> No
     for path, (method, *_) in ((path, [*methods]) for path, methods in described["paths"].items()):
         other = "PUT" if method != "put" else "GET"
         assert ask(server.url, path.replace("{name}", NAME).replace("{id}", "x"), method=other).status == 405
+
+
+def test_a_certified_model_is_as_described(tmp_path: Path) -> None:
+    """Its layers are averaged, so q is no whole number."""
+    own = {"documents": "own", "summary": "states+likelihood", "certificate_share": 0.5, "certificate_epsilon": 0.05}
+    info = describe(SDMLanguageModel.from_pretrained(train(tmp_path, **own)), NAME)
+    assert info["certificate"] is not None
+    assert any(q != int(q) for q in info["calibration"]["q"])
+    schemas = describe_api(NAME, ServerSettings())["components"]["schemas"]
+    assert problems(json.loads(json.dumps(info)), schemas["Info"], schemas) == []
 
 
 def test_every_route_is_described(server: Served, described: Any) -> None:

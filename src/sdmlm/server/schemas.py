@@ -241,8 +241,8 @@ def chunk(kind: str, said: Schema, refusal: Schema | None = None) -> Schema:
 
 MODEL_CARD = record({"id": STRING, "object": const("model"), "created": WHOLE, "owned_by": STRING})
 CALIBRATION = {
-    **{name: array(WHOLE) for name in ("label", "prediction", "q")},
-    **{name: array(NUMBER) for name in ("d", "q_prime", "probability")},
+    **{name: array(WHOLE) for name in ("label", "prediction")},
+    **{name: array(NUMBER) for name in ("q", "d", "q_prime", "probability")},
     "accepted": array(FLAG),
 }
 
@@ -285,10 +285,11 @@ SCHEMAS: dict[str, Schema] = {
     "Measured": record(of_dataclass(Measured), description="Counts over one test set."),
     "Certificate": record(
         {
-            **{name: {"type": "number"} for name in ("alpha", "delta", "epsilon")},
-            "threshold": NUMBER,
-            **dict.fromkeys(("prompts", "right", "accepted", "accepted_right"), COUNT),
-            "says": STRING,
+            **{name: {"type": "number"} for name in ("alpha", "delta", "epsilon", "least_usual")},
+            "certified": FLAG,
+            "least_certainty": NUMBER,
+            **dict.fromkeys(("prompts", "right", "accepted", "accepted_right", "needed"), COUNT),
+            **dict.fromkeys(("source", "says"), STRING),
         },
         description="The rule that decides which answers are verified.",
     ),
