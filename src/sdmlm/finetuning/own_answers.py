@@ -40,6 +40,14 @@ class OwnLayer:
     right: int
     held_out: tuple[int, ...]  # the rows of the certificate
     warning: str | None  # if there was too little to learn from
+    known: Evidence  # of the fitted greedy answers, out of sample
+    fresh: Evidence  # of the greedy answers to held-out rows
+
+    def certificate_at(self, alpha: float) -> AnswerCertificate:
+        """The certificate for another alpha, from the same answers."""
+        now = self.certificate
+        how: dict[str, Any] = {"delta": now.rule.delta, "epsilon": now.rule.epsilon, "estimator": now.rule.estimator}
+        return certify_answers(self.known, self.fresh, alpha=alpha, usual=now.usual, **how)
 
 
 def part_rows(n: int, share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -65,9 +73,13 @@ def fit_over_own_answers(
     estimator = _fit(encoder, rows, documents, h, args, progress)
     greedy = np.array([document.source == "greedy" for document in documents])
     usual = UsualLikelihood.fit(h.numpy()[greedy], reduced=True) if reduction is not None else None
+    known_evidence = _out_of_sample(estimator, documents, h, usual)
+    fresh_evidence = evidence_of(
+        estimator.score(h_fresh), h_fresh.numpy(), usual, [document.right for document in fresh]
+    )
     certificate = certify_answers(
-        _out_of_sample(estimator, documents, h, usual),
-        evidence_of(estimator.score(h_fresh), h_fresh.numpy(), usual, [document.right for document in fresh]),
+        known_evidence,
+        fresh_evidence,
         alpha=args.alpha,
         delta=args.certificate_delta,
         epsilon=args.certificate_epsilon,
@@ -76,7 +88,8 @@ def fit_over_own_answers(
     )
     right = sum(document.right for document in answers)
     too_little = _too_little(documents, right, len(rows))
-    return OwnLayer(estimator, reduction, certificate, len(rows), right, tuple(held_out), too_little)
+    evidence = known_evidence, fresh_evidence
+    return OwnLayer(estimator, reduction, certificate, len(rows), right, tuple(held_out), too_little, *evidence)
 
 
 def _out_of_sample(

@@ -3,6 +3,7 @@
 Every exercise says explicitly in which order the words go: as given, reversed, rotated, with two words swapped, or by number. None asks
 for the order that makes sense, so what word ordering asks for is left to fine-tuning. Exercises in the given order teach copying;
 the others teach to fetch a word from any place, without which a fine-tuned LM drops or doubles words of the shuffled ending.
+Every answer is in the XML of word ordering; the prompts do not say so, since what is the same in every prompt only costs time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from sdmlm.tasks.word_ordering import CLOSE, OPEN
 
-TAIL = f" Only reply with the sentence in the XML {OPEN} {CLOSE}."
-WORD_TAIL = f" Reply in the XML {OPEN} {CLOSE}."
 Exercise = tuple[str, str]  # the prompt, and the answer inside the tags
 
 
@@ -49,26 +48,26 @@ def _distinct_words(rng: random.Random, sentences: Sequence[str], most: int = 9)
 
 def repeat_sentence(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     text = " ".join(_sentence(rng, sentences))
-    return f"Repeat the sentence '{text}'.{TAIL}", text
+    return f"Repeat the sentence '{text}'.", text
 
 
 def repeat_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     text = " ".join(_words(rng, sentences, 3, 14))
-    return f"Repeat the words '{text}'.{WORD_TAIL}", text
+    return f"Repeat the words '{text}'.", text
 
 
 def complete(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _sentence(rng, sentences)
     k = rng.randint(1, min(6, len(words) - 1))
     start, end = " ".join(words[:-k]), " ".join(words[-k:])
-    return f"Complete the sentence '{start}' by adding all of the following: '{end}'.{TAIL}", f"{start} {end}"
+    return f"Complete the sentence '{start}' by adding all of the following: '{end}'.", f"{start} {end}"
 
 
 def drop_word(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _sentence(rng, sentences)
     k = rng.randrange(len(words))
     left = " ".join(words[:k] + words[k + 1 :])
-    return f"Repeat the sentence '{' '.join(words)}' without word number {k + 1}, '{words[k]}'.{TAIL}", left
+    return f"Repeat the sentence '{' '.join(words)}' without word number {k + 1}, '{words[k]}'.", left
 
 
 # In another order, which the prompt spells out
@@ -76,15 +75,15 @@ def drop_word(rng: random.Random, sentences: Sequence[str]) -> Exercise:
 
 def reverse_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _words(rng, sentences, 3, 7)
-    return f"Write the words '{' '.join(words)}' in reverse order.{WORD_TAIL}", " ".join(reversed(words))
+    return f"Write the words '{' '.join(words)}' in reverse order.", " ".join(reversed(words))
 
 
 def rotate_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _words(rng, sentences, 3, 8)
     if rng.random() < 0.5:
-        prompt = f"Move the first of the words '{' '.join(words)}' to the end.{WORD_TAIL}"
+        prompt = f"Move the first of the words '{' '.join(words)}' to the end."
         return prompt, " ".join(words[1:] + words[:1])
-    prompt = f"Move the last of the words '{' '.join(words)}' to the front.{WORD_TAIL}"
+    prompt = f"Move the last of the words '{' '.join(words)}' to the front."
     return prompt, " ".join(words[-1:] + words[:-1])
 
 
@@ -93,19 +92,19 @@ def swap_words(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     i, j = sorted(rng.sample(range(len(words)), 2))
     swapped = list(words)
     swapped[i], swapped[j] = words[j], words[i]
-    return f"Swap '{words[i]}' and '{words[j]}' in the words '{' '.join(words)}'.{WORD_TAIL}", " ".join(swapped)
+    return f"Swap '{words[i]}' and '{words[j]}' in the words '{' '.join(words)}'.", " ".join(swapped)
 
 
 def pick_word(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _words(rng, sentences, 3, 8)
     k = rng.randrange(len(words))
-    return f"Which is word number {k + 1} of '{' '.join(words)}'?{WORD_TAIL}", words[k]
+    return f"Which is word number {k + 1} of '{' '.join(words)}'?", words[k]
 
 
 def insert_word(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     words = _distinct_words(rng, sentences)
     new, k = _words(rng, sentences, 1, 1)[0], rng.randrange(len(words))
-    asked = f"Insert '{new}' before '{words[k]}' in the words '{' '.join(words)}'.{WORD_TAIL}"
+    asked = f"Insert '{new}' before '{words[k]}' in the words '{' '.join(words)}'."
     return asked, " ".join([*words[:k], new, *words[k:]])
 
 
@@ -114,7 +113,7 @@ def words_by_number(rng: random.Random, sentences: Sequence[str]) -> Exercise:
     numbered = list(enumerate(words, start=1))
     rng.shuffle(numbered)
     shown = " ".join(f"{n} {word}" for n, word in numbered)
-    return f"Write the words by their numbers: '{shown}'.{WORD_TAIL}", " ".join(words)
+    return f"Write the words by their numbers: '{shown}'.", " ".join(words)
 
 
 def complete_reordered(rng: random.Random, sentences: Sequence[str]) -> Exercise:
@@ -133,7 +132,7 @@ def complete_reordered(rng: random.Random, sentences: Sequence[str]) -> Exercise
         numbered = list(enumerate(end, start=1))
         rng.shuffle(numbered)
         shown, how = [f"{n} {word}" for n, word in numbered], "by their numbers"
-    asked = f"Complete the sentence '{start}' by adding all of the following {how}: '{' '.join(shown)}'.{TAIL}"
+    asked = f"Complete the sentence '{start}' by adding all of the following {how}: '{' '.join(shown)}'."
     return asked, f"{start} {' '.join(end)}"
 
 

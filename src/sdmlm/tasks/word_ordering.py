@@ -37,10 +37,11 @@ def answer(text: str) -> str | None:
     return match[1].strip() if match else None
 
 
-def make_row(sentence: str, suffix: int = 3, seed: int = 0) -> dict[str, str] | None:
+def make_row(sentence: str, suffix: int = 3, seed: int = 0, prompt: str = PROMPT) -> dict[str, str] | None:
     """The row of a sentence, or None where its last words allow no two distinct wrong orders.
 
-    Random choices depend only on the seed and the sentence, so a row does not change with the other sentences.
+    Random choices depend only on the seed and the sentence, so a row does not change with the other sentences. `prompt` is a
+    template with {start} and {end}.
 
     >>> row = make_row("Neat plans fail without luck.")
     >>> row["chosen"]
@@ -53,11 +54,12 @@ def make_row(sentence: str, suffix: int = 3, seed: int = 0) -> dict[str, str] | 
         return None
     rng = random.Random(f"{seed} {sentence}")
     shown, negative = rng.sample(wrong, 2)  # two different wrong orders: of the prompt and of the negative
+    parts = {"start": start, "end": " ".join(shown)}
     tags = [OPEN, CLOSE]
     if rng.random() < UNTAGGED:
         tags = rng.choice([["", CLOSE], [OPEN, ""], ["", ""]])
     return {
-        "prompt": PROMPT.format(start=start, end=" ".join(shown)),
+        "prompt": re.sub(r"{(start|end)}", lambda found: parts[found[1]], prompt),
         "chosen": f"{OPEN}{' '.join(words)}{CLOSE}",
         "rejected": f"{tags[0]}{start} {' '.join(negative)}{tags[1]}",
         "sentence": " ".join(words),
@@ -84,12 +86,15 @@ def make_splits(
     suffix: int = 3,
     min_words: int = 5,
     max_words: int = 60,
+    prompt: str = PROMPT,
 ) -> Splits:
     """Random train, calibration and test splits; `shifted`: the longest sentences; `harvard`: given separately.
 
     No sentence occurs twice, within a split or across splits.
     """
     _check(train, calibration, test, shifted, suffix, min_words, max_words)
+    if "{start}" not in prompt or "{end}" not in prompt:
+        raise ValueError(f"prompt is {prompt!r} but must contain {{start}} and {{end}}, for the parts of the sentence.")
     left_out = {"too short": 0, "too long": 0, "with a tag of ours": 0, "duplicate": 0, "too few wrong orders": 0}
     seen: set[str] = set()
 
@@ -134,7 +139,7 @@ def make_splits(
         "test": rest[train + calibration : train + calibration + test],
         "shifted": [pool[i] for i in longest],
     }
-    made = {name: [make_row(s, suffix, seed) for s in part] for name, part in (parts | own).items() if part}
+    made = {name: [make_row(s, suffix, seed, prompt) for s in part] for name, part in (parts | own).items() if part}
     return Splits({name: [row for row in rows if row is not None] for name, rows in made.items()}, left_out)
 
 

@@ -42,6 +42,7 @@ def add(subparsers: Any) -> None:
     ordering.add_argument("--suffix", type=int, default=3, metavar="N", help="words to put back into order (3)")
     ordering.add_argument("--min-words", type=int, default=5, metavar="N", help="shortest sentence (5)")
     ordering.add_argument("--max-words", type=int, default=60, metavar="N", help="longest sentence (60)")
+    ordering.add_argument("--prompt", metavar="T", help="another prompt than the paper's, with {start} and {end} in it")
     _add_common(ordering)
     ordering.set_defaults(run=word_ordering)
     sums = common.add_command(
@@ -65,7 +66,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def word_ordering(args: argparse.Namespace) -> None:
     """Rows from sentences."""
-    from sdmlm.tasks.word_ordering import make_splits
+    from sdmlm.tasks.word_ordering import PROMPT, make_splits
 
     output = _new_folder(args.output)
     sentences = [sentence for source in args.sentences for sentence in read_sentences(source)]
@@ -76,6 +77,7 @@ def word_ordering(args: argparse.Namespace) -> None:
         suffix=args.suffix,
         min_words=args.min_words,
         max_words=args.max_words,
+        prompt=PROMPT if args.prompt is None else args.prompt,
     )
     model = "demo" if args.sentences == ["demo"] else SMALL_MODEL
     _write(args, output, splits.rows, splits.left_out, model, "sdmlm.tasks.word_ordering:reward")
