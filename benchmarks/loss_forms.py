@@ -175,7 +175,9 @@ class Follow(SDMTrainer):
 class RoundAfterSteps(TrainerCallback):  # type: ignore[misc]
     """Rounds weights and AdamW's averages to bfloat16 after every step, as training in bfloat16 throughout would."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(weight.bfloat16())

@@ -2,7 +2,7 @@
 
     python benchmarks/loss_gradients.py --data data/demo --output docs/results/loss-gradients-demo.json
 
-The demo's model is fine-tuned as in benchmarks/loss_variants.py (variant crossfit). At the start of each epoch the gradient of the
+The demo's model is fine-tuned as in benchmarks/loss_runs.py (form crossfit). At the start of each epoch the gradient of the
 next-token loss over all documents of the epoch is taken with four bases: e (cross-entropy), 2.5 for all, the published ones, and the
 cross-fitted ones. Given are the cosines between these gradients (AdamW does not see their length). To compare with: the cosine of the
 cross-entropy gradients of two random halves of the documents, that is, what the choice of the documents changes.
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from loss_variants import CrossFitted, fine_tune, read
+from loss_forms import CrossFitted
+from loss_runs import fine_tune, optimiser_options, read
 from torch import Tensor
 
 from sdmlm.finetuning.batches import padded_batches
@@ -89,16 +88,13 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    optimiser_options(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=1600)
-    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--output", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     train, calibration = read(args.data / "train.jsonl", args.rows), read(args.data / "calibration.jsonl", 100)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = fine_tune("gradients", args.seed, train, calibration, args.epochs, folder, WithGradients)
+    trainer: Any = fine_tune("crossfit", args.seed, train, calibration, args, WithGradients)
     write_text_atomically(args.output, json.dumps({"rows": args.rows, "epochs": trainer.found}, indent=1) + "\n")
 
 

@@ -44,12 +44,21 @@ from sdmlm.storage.artifacts import write_text_atomically
 from sdmlm.tasks.word_ordering import reward
 
 ALPHAS = (0.8, 0.85, 0.9, 0.95)
+SETTINGS = (
+    "rows", "epochs", "learning_rate", "batch", "accumulate", "lora_layers", "calibration_rows", "tests", "test_rows",
+    "draws",
+)  # fmt: skip
 Rows = Sequence[Mapping[str, Any]]
 
 
 def fine_tune(
-    form: str, seed: int, train: Rows, calibration: Rows, args: argparse.Namespace, maker: type[SDMTrainer] | None = None
-) -> SDMTrainer:
+    form: str,
+    seed: int,
+    train: Rows,
+    calibration: Rows,
+    args: argparse.Namespace,
+    maker: type[SDMTrainer] | None = None,
+) -> Any:
     """A trainer after training, without the final layer."""
     cross_entropy = form.split("-")[0] == "ce"
     config = SDMConfig(
@@ -78,7 +87,9 @@ def fine_tune(
         from peft import LoraConfig
 
         layers = list(range(*args.lora_layers))
-        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", layers_to_transform=layers, lora_dropout=0.0)
+        lora = LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", layers_to_transform=layers, lora_dropout=0.0
+        )
     model = BASE_MODEL if args.model == "demo" else args.model
     trainer: Any = (maker or FORMS[form])(model, config, train, calibration, reward_funcs=reward, peft_config=lora)
     trainer.fit_final_layer = lambda: None  # layers are fitted in `measure`
@@ -110,7 +121,9 @@ def measure(trainer: SDMTrainer, tests: Mapping[str, Rows], draws: int) -> dict[
     h_tests = {name: states(trainer, tests[name], texts) for name, (texts, _) in asked.items()}
     found: dict[str, Any] = {"calibration_right": float(right.mean())}
     found["right"] = {name: float(y.mean()) for name, (_, y) in asked.items()}
-    found["region"] = [region(trainer, k, h, right, h_tests, {n: y for n, (_, y) in asked.items()}) for k in range(draws)]
+    found["region"] = [
+        region(trainer, k, h, right, h_tests, {n: y for n, (_, y) in asked.items()}) for k in range(draws)
+    ]
     found["certified"] = certified(trainer, tests, asked)
     return found
 
@@ -146,7 +159,9 @@ def region(
 def certified(trainer: SDMTrainer, tests: Mapping[str, Rows], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The certificate over own answers, with likelihood."""
     args, encoder = trainer.args, trainer.encoder
-    config = SDMConfig(None, seed=args.seed, alpha=0.95, documents="own", summary=LIKELIHOOD, report_to="none", use_cpu=True)
+    config = SDMConfig(
+        None, seed=args.seed, alpha=0.95, documents="own", summary=LIKELIHOOD, report_to="none", use_cpu=True
+    )
     own = fit_over_own_answers(
         trainer.model, encoder, trainer.calibration_rows, config, reward, args.max_new_tokens or 0, progress=False
     )
@@ -204,13 +219,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The language model answered")
-    told = "rows epochs learning_rate batch accumulate lora_layers calibration_rows tests test_rows draws".split()
-    settings = {name: getattr(args, name) for name in told}
-    new = {"settings": settings, "alphas": ALPHAS, "runs": []}
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    new: dict[str, Any] = {"settings": settings, "alphas": ALPHAS, "runs": []}
     stored: dict[str, Any] = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else new
     if stored["settings"] != settings:
         raise SystemExit(f"{args.output} was made with other settings: name another file.")
-    train, calibration = read(args.data / "train.jsonl", args.rows), read(args.data / "calibration.jsonl", args.calibration_rows)
+    train, calibration = (
+        read(args.data / "train.jsonl", args.rows),
+        read(args.data / "calibration.jsonl", args.calibration_rows),
+    )
     tests = {name: read(args.data / f"{name}.jsonl", args.test_rows) for name in args.tests}
     for seed in args.seeds:
         for form in args.forms:
@@ -233,7 +250,9 @@ def main() -> None:
             write_text_atomically(args.output, json.dumps(latest, indent=1) + "\n")
             shares = np.mean([one[args.tests[0]]["accepted"] for one in run["region"]], axis=0).round(3).tolist()
             sure = np.round(run["certified"][args.tests[0]]["accepted"], 3).tolist()
-            print(form, seed, "right", run["right"], "region", shares, "certified", sure, run["cpu_seconds"], flush=True)
+            print(
+                form, seed, "right", run["right"], "region", shares, "certified", sure, run["cpu_seconds"], flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import Counter
 from itertools import permutations
@@ -18,7 +19,7 @@ from sdmlm.cli import main
 from sdmlm.cli.commands.data import read_sentences
 from sdmlm.language_model.encoding import check_rows
 from sdmlm.rewards import apply_reward
-from sdmlm.tasks import arithmetic, word_ordering
+from sdmlm.tasks import arithmetic, warmup, word_ordering
 
 PAPER_PROMPT = (  # Table 1 of the paper
     "Complete the sentence 'Neat plans' by reordering all of the following without adding new punctuation nor words: "
@@ -71,6 +72,68 @@ def test_every_row_keeps_its_promises(found: list[str], seed: int, suffix: int) 
         assert tuple(end.split()) in orders
     assert negative != f"{start} {shown}"
     assert row == word_ordering.make_row(sentence, suffix, seed)
+
+
+def test_another_prompt() -> None:
+    sentence = "{end} comes before the {start} here."
+    plain, brief = (word_ordering.make_row(sentence, **how) for how in ({}, {"prompt": "{start} | {end}"}))
+    assert plain is not None
+    assert brief is not None
+    start, shown = brief["prompt"].split(" | ")
+    assert start == "{end} comes before"  # text of the sentence is not filled in again
+    assert f"'{shown}'" in plain["prompt"]
+    assert {**plain, "prompt": ""} == {**brief, "prompt": ""}
+    with pytest.raises(ValueError, match=r"must contain \{start\} and \{end\}"):
+        word_ordering.make_splits(some_sentences(20), train=4, calibration=3, test=2, shifted=0, prompt="{start}")
+
+
+# The warm-up
+
+
+@given(st.integers(0, 2**32), st.sampled_from([*warmup.IN_ORDER, *warmup.REORDERED]))
+@settings(max_examples=300, deadline=None)
+def test_every_exercise_can_be_solved_from_its_prompt(seed: int, make: Any) -> None:
+    prompt, answer = make(random.Random(seed), some_sentences(30))
+    asked = Counter(re.findall(r"[\w.]+", prompt))
+    assert not Counter(re.findall(r"[\w.]+", answer)) - asked  # no word more often than the prompt has it
+    assert answer.strip() == answer != ""
+
+
+def test_what_the_exercises_ask_for() -> None:
+    def solved(make: Any, pattern: str, answer: Any) -> None:
+        for seed in range(50):
+            prompt, right = make(random.Random(seed), some_sentences(30))
+            found = re.fullmatch(pattern, prompt)
+            assert found is not None, prompt
+            assert right.split() == answer(*(part.split() for part in found.groups()))
+
+    solved(warmup.repeat_sentence, "Repeat the sentence '(.*)'.", lambda a: a)
+    solved(warmup.repeat_words, "Repeat the words '(.*)'.", lambda a: a)
+    solved(
+        warmup.complete,
+        "Complete the sentence '(.*)' by adding all of the following: '(.*)'.",
+        lambda a, b: a + b,
+    )
+    solved(warmup.reverse_words, "Write the words '(.*)' in reverse order.", lambda a: a[::-1])
+    solved(
+        warmup.drop_word,
+        r"Repeat the sentence '(.*)' without word number (\d+), '(.*)'.",
+        lambda a, k, word: [w for i, w in enumerate(a) if i != int(k[0]) - 1],
+    )
+    solved(warmup.pick_word, r"Which is word number (\d+) of '(.*)'\?", lambda k, a: [a[int(k[0]) - 1]])
+    solved(
+        warmup.words_by_number,
+        "Write the words by their numbers: '(.*)'.",
+        lambda a: [w for _, w in sorted(zip(map(int, a[::2]), a[1::2], strict=True))],
+    )
+
+
+def test_the_share_of_exercises_in_order() -> None:
+    rng = random.Random(0)
+    rows = [warmup.example(rng, some_sentences(30), in_order=0.8) for _ in range(2000)]
+    in_order = [row["prompt"].startswith(("Repeat", "Complete")) and "following " not in row["prompt"] for row in rows]
+    assert sum(in_order) / len(rows) == pytest.approx(0.8, abs=0.04)
+    assert all(re.fullmatch("<sentence>.+</sentence>", row["completion"]) for row in rows)
 
 
 def test_one_negative_in_ten_lacks_tags_each_way_alike() -> None:

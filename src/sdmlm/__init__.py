@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
     from sdmlm.generation.search import SearchPolicy
     from sdmlm.generation.search_calibration import calibrate_search
+    from sdmlm.generation.search_certificate import certify_search
     from sdmlm.generation.verification import Verification
 
 # Loaded when first used: `import sdmlm` and `sdmlm --help` need not wait for torch.
@@ -28,6 +29,7 @@ _WHERE = {
     "SearchPolicy": "sdmlm.generation.search",
     "Verification": "sdmlm.generation.verification",
     "calibrate_search": "sdmlm.generation.search_calibration",
+    "certify_search": "sdmlm.generation.search_certificate",
 }
 __all__ = [
     "HighReliabilityRegion",
@@ -41,6 +43,7 @@ __all__ = [
     "Verification",
     "__version__",
     "calibrate_search",
+    "certify_search",
 ]
 
 

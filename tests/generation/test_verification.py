@@ -20,8 +20,8 @@ from sdmlm.estimator.explain import Exemplar
 from sdmlm.estimator.layer import ALPHA_GRID
 from sdmlm.estimator.region import HighReliabilityRegion
 from sdmlm.estimator.scores import Scores
-from sdmlm.generation.answers import AnswerText, Sampling
-from sdmlm.generation.judging import certificate_reason, decided, widened
+from sdmlm.generation.answers import Answer, AnswerText, Sampling
+from sdmlm.generation.judging import certificate_reason, decided, promise, widened
 from sdmlm.generation.verification import Verification
 from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
@@ -236,12 +236,17 @@ def test_the_outcome_in_words(changes: dict[str, Any], outcome: str) -> None:
 def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
     rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 0.0), 0.1, (1,), 40, 0, (), "digest")
     certificate = AnswerCertificate(rule, 40, 36, 30, 29, None)
-    promise = "With probability 0.95, at least 90% of the answers that pass this rule are right."
-    own = certificate_reason(certificate, True, verification(finish_reason="stop"), 0.5, 0.9)
-    others = certificate_reason(certificate, True, verification(finish_reason="given"), 0.5, 0.9)
-    assert own.endswith(promise)
-    assert promise not in others
-    assert others.endswith("promises nothing about answers that the model did not write itself.")
+    own, others = (Answer("4", [], 1, 1, finish_reason=how) for how in ("stop", "given"))
+    sampled = dataclasses.replace(own, sampled=True)
+    held = "With probability 0.95, at least 90% of the answers that pass this rule are right."
+    assert promise(certificate, own, None) == held
+    assert certificate_reason(certificate, True, verification(), 0.5, 0.9, held).endswith(held)
+    for search in (None, True, False):  # whatever the search
+        assert promise(certificate, others, search).endswith("that the model did not write itself.")
+    assert promise(certificate, sampled, None).endswith("that are sampled: it was made with greedy ones.")
+    assert "of a search that it was not made for" in promise(certificate, own, False)
+    for answer in (own, sampled):
+        assert "of the answers of this search that pass" in promise(certificate, answer, True)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +272,7 @@ def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
 def test_why_a_certificate_does_not_accept(changes: dict[str, Any], usual: float, certainty: float, says: str) -> None:
     rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 1.0), 0.1, (1,), 40, 0, (), "digest")
     certificate = AnswerCertificate(rule, 40, 36, 30, 29, None)
-    found = certificate_reason(certificate, False, verification(**{"q": 40, **changes}), usual, certainty)
+    found = certificate_reason(certificate, False, verification(**{"q": 40, **changes}), usual, certainty, "")
     assert found.startswith("Not verified by the certificate, so a person should look: ")
     assert says in found
 

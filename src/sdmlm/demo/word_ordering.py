@@ -178,7 +178,8 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
 
 def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
     """The rows of the demo, always the same: those of `sdmlm data word-ordering --sentences demo` with these sizes."""
-    return word_ordering.make_splits(settled_sentences(SENTENCES, seed=SENTENCES_SEED), None, **sizes, seed=SEED).rows
+    how: dict[str, Any] = {**sizes, "seed": SEED}
+    return word_ordering.make_splits(settled_sentences(SENTENCES, seed=SENTENCES_SEED), None, **how).rows
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ class Answer:
     finish_reason: str = "given"
     start: int = 0  # how many of `ids` are the prompt's
     h: Tensor | None = None  # its summary, if it is known
+    sampled: bool = False  # with a temperature
 
 
 class AnswerText:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdmlm.estimator.region import check_alpha
+from sdmlm.estimator.scores import Scores
 from sdmlm.generation.answers import Answer
 from sdmlm.language_model.answer_rule import (
     DELTA,
@@ -61,19 +62,41 @@ def certify_lm(
     r = reward_as_fitted(reward, lm.metadata)
     check_reward(r, rows)
     answers, right = own_answers(lm, rows, r, None, progress)
-    h = lm.summaries(answers, progress)
-    scores = lm.score(h, alpha)
-    some = np.random.default_rng(0).random(len(rows)) < CANDIDATE_SHARE
+    scores = lm.score(lm.summaries(answers, progress), alpha)
+    how: dict[str, Any] = {"alpha": alpha, "delta": delta, "epsilon": epsilon, "source": source}
+    certificate = certified_rule(lm, answers, scores, right, **how)
+    lm.answer_certificate = certificate
+    if save and lm.folder is not None:
+        save_certificate(lm.folder / SDM_FOLDER, certificate)
+    return certificate
+
+
+def certified_rule(
+    lm: SDMLanguageModel,
+    answers: Sequence[Answer],
+    scores: Scores,
+    right: NDArray[np.bool_],
+    *,
+    alpha: float,
+    delta: float,
+    epsilon: float,
+    source: str,
+) -> AnswerCertificate:
+    """A certificate from judged answers to fresh prompts: some of them fix the candidate thresholds, the others test these."""
+    h = lm.summaries(answers).numpy()
+    some = np.random.default_rng(0).random(len(answers)) < CANDIDATE_SHARE
     before = lm.answer_certificate
     usual = None if before is None else before.usual
     if usual is None and lm.reads_likelihood:
         if some.sum() < LEAST_USUAL:
             need = round(LEAST_USUAL / CANDIDATE_SHARE)
-            raise ValueError(f"{len(rows)} rows are too few to say which answers are usual: give about {need} or more.")
-        usual = UsualLikelihood.fit(h.numpy()[some], lm.reduction is not None)
-    certificate = certify_answers(
-        evidence_of(scores[some], h.numpy()[some], usual, right[some]),
-        evidence_of(scores[~some], h.numpy()[~some], usual, right[~some]),
+            raise ValueError(
+                f"{len(answers)} rows are too few to say which answers are usual: give about {need} or more."
+            )
+        usual = UsualLikelihood.fit(h[some], lm.reduction is not None)
+    return certify_answers(
+        evidence_of(scores[some], h[some], usual, right[some]),
+        evidence_of(scores[~some], h[~some], usual, right[~some]),
         alpha=alpha,
         delta=delta,
         epsilon=epsilon,
@@ -81,7 +104,3 @@ def certify_lm(
         usual=usual,
         source=source,
     )
-    lm.answer_certificate = certificate
-    if save and lm.folder is not None:
-        save_certificate(lm.folder / SDM_FOLDER, certificate)
-    return certificate

@@ -98,9 +98,17 @@ def applicable(
 
 
 def by_certificate(
-    judged: Sequence[Verification], certificate: AnswerCertificate, scores: Scores, h: Tensor
+    answers: Sequence[Answer],
+    judged: Sequence[Verification],
+    certificate: AnswerCertificate,
+    scores: Scores,
+    h: Tensor,
+    search: bool | None = None,
 ) -> list[Verification]:
-    """Verifications whose acceptance follows the certificate; the region of the papers stays in `accepted`."""
+    """Verifications whose acceptance follows the certificate; the region of the papers stays in `accepted`.
+
+    `search`: for the answers of a search, whether the certificate was made for that search.
+    """
     evidence = certificate.evidence(scores, h.numpy())
     accepted, certainty = certificate.rule.accepts(evidence), certificate.certainty(evidence)
     return [
@@ -109,14 +117,34 @@ def by_certificate(
             certified=bool(accepted[i]),
             usual=float(evidence.d[i]),
             certainty=float(certainty[i]),
-            reason=certificate_reason(certificate, bool(accepted[i]), one, float(evidence.d[i]), float(certainty[i])),
+            reason=certificate_reason(
+                certificate,
+                bool(accepted[i]),
+                one,
+                float(evidence.d[i]),
+                float(certainty[i]),
+                promise(certificate, answers[i], search),
+            ),
         )
         for i, one in enumerate(judged)
     ]
 
 
+def promise(certificate: AnswerCertificate, answer: Answer, search: bool | None) -> str:
+    """What the certificate promises about an answer that it accepts: it covers what is written as its held-out answers were."""
+    promises_nothing = "The certificate promises nothing about answers"
+    if answer.finish_reason == "given":
+        return f"{promises_nothing} that the model did not write itself."
+    if search is False:
+        return f"{promises_nothing} of a search that it was not made for (sdmlm certify --search makes one)."
+    if search is None and answer.sampled:
+        return f"{promises_nothing} that are sampled: it was made with greedy ones."
+    rule, of_search = certificate.rule, " of this search" if search else ""
+    return f"With probability {1 - rule.delta:g}, at least {rule.alpha:.0%} of the answers{of_search} that pass this rule are right."
+
+
 def certificate_reason(
-    certificate: AnswerCertificate, accepted: bool, one: Verification, usual: float, certainty: float
+    certificate: AnswerCertificate, accepted: bool, one: Verification, usual: float, certainty: float, promised: str
 ) -> str:
     """Why the certificate accepts an answer, or which part of its rule the answer fails, in plain words."""
     rule = certificate.rule
@@ -125,12 +153,9 @@ def certificate_reason(
     )
     seen = f"{known} judged {'right' if one.verdict == one.yes else 'wrong'}, and rightly so"
     if accepted:
-        promise = f"With probability {1 - rule.delta:g}, at least {rule.alpha:.0%} of the answers that pass this rule are right."
-        if one.finish_reason == "given":  # the certificate covers what the LM writes itself
-            promise = "The certificate promises nothing about answers that the model did not write itself."
         return (
             f"Verified by the certificate: {seen}, and the model is as sure of its words as it usually is ({usual:.0%} of its "
-            f"known answers are more unusual). {promise}"
+            f"known answers are more unusual). {promised}"
         )
     start = "Not verified by the certificate, so a person should look: "
     if not certificate.certified:

@@ -38,6 +38,7 @@ from sdmlm.storage.artifacts import SDM_FOLDER
 if TYPE_CHECKING:
     from sdmlm.generation.search import SearchPolicy
     from sdmlm.generation.search_calibration import SearchCalibration
+    from sdmlm.generation.search_certificate import SearchCertificate
 
 MAX_NEW_TOKENS = 256  # where the SDM layer was saved without a bound
 
@@ -71,8 +72,8 @@ class SDMLanguageModel:
         The accuracy that accepted answers are to have; the default of every call.
     estimator : SDMEstimator
         The SDM layer with the feedback so far in its support.
-    search_calibrations : tuple of SearchCalibration
-        The calibrations of searches.
+    search_calibrations, search_certificates : tuple of SearchCalibration, tuple of SearchCertificate
+        The calibrations of searches, and, for a model with a certificate, their certificates.
     answer_certificate : AnswerCertificate or None
         The certificate as saved; `certificate()` returns it only where it applies.
 
@@ -110,6 +111,7 @@ class SDMLanguageModel:
         self.estimator = estimator
         self.feedback_store = FeedbackStore(estimator, str(metadata.get("fingerprint")))
         self.search_calibrations: tuple[SearchCalibration, ...] = ()
+        self.search_certificates: tuple[SearchCertificate, ...] = ()
         self.answer_certificate: AnswerCertificate | None = None
         self._digest: tuple[SDMEstimator, str] | None = None
 
@@ -272,7 +274,7 @@ class SDMLanguageModel:
         h = self.summaries(answers, progress)
         scores, certificate = self.score(h, alpha), self.certificate(alpha)
         judged = self.verdicts(answers, h, scores, self.estimator.region(alpha), neighbors)
-        return judged if certificate is None else by_certificate(judged, certificate, scores, h)
+        return judged if certificate is None else by_certificate(answers, judged, certificate, scores, h)
 
     def certificate(self, alpha: float | None = None) -> AnswerCertificate | None:
         """The certificate that decides which answers are verified; None if it is for another SDM layer or a lower alpha."""

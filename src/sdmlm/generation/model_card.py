@@ -171,9 +171,11 @@ def _tests(lm: SDMLanguageModel) -> str:
 
 
 def _searches(lm: SDMLanguageModel) -> str:
+    certified = [c for c in lm.search_certificates if c.certificate.rule.estimator == lm.digest()]
+    promised = ["## Certified searches", "", *(f"- {c.sentence()}" for c in certified), ""] if certified else []
     apply = [c for c in lm.search_calibrations if c.estimator == lm.digest()]
     if not apply:
-        return ""
+        return "\n".join(promised)
     rows = []
     for c in apply:
         accepted = int(c.accepted.sum())
@@ -188,7 +190,7 @@ def _searches(lm: SDMLanguageModel) -> str:
             ]
         )
     columns = ["search", "budget", "alpha", "q'min", "accepted", "accuracy of accepted"]
-    return "\n".join(["## Calibrated searches", "", *_table(columns, rows), ""])
+    return "\n".join([*promised, "## Calibrated searches", "", *_table(columns, rows), ""])
 
 
 def _data(lm: SDMLanguageModel) -> str:

@@ -2,8 +2,8 @@
 
 The paper proposes it in its section on limitations: continue after `<verified>No</verified>`, or start over with the refused
 answer in the prompt; the SDM layer decides when to try again. Every candidate is judged as an answer to the original prompt.
-Accepting answers of a search needs a calibration of its own (`sdmlm.generation.search_calibration`); without one they have
-`calibrated=False`.
+Accepting answers of a search needs a certificate of its own (`sdmlm.generation.search_certificate`), or, for a model without a
+certificate, a calibration (`sdmlm.generation.search_calibration`); without one they have `calibrated=False`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sdmlm.estimator.scores import Scores
 from sdmlm.generation.answers import Answer, Sampling, check_whole
-from sdmlm.generation.judging import decided
+from sdmlm.generation.judging import by_certificate, decided
 from sdmlm.generation.verification import Verification
+from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
 
 if TYPE_CHECKING:
@@ -34,9 +37,9 @@ NOT_CALIBRATED = " The search that chose this answer was not calibrated, so it m
 class SearchPolicy:
     """What to try when an answer is not verified.
 
-    The search stops at the first verified answer. If there is none, it returns the answer with the highest SDM output for
-    Yes, the earliest of equals. What "verified" means for the answer of a search has to be calibrated for the search as a
-    whole: see `calibrate_search`.
+    The search stops at the first verified answer. If there is none, it returns the answer that the SDM layer is surest of, the
+    earliest of equals. What "verified" means for the answer of a search has to be found for the search as a whole: see
+    `certify_search`, or `calibrate_search` for a model without a certificate.
 
     Parameters
     ----------
@@ -76,7 +79,7 @@ class Searched:
     """The final answer for each prompt."""
 
     answers: list[Answer]
-    scores: Scores  # with decisions by the SDM layer's own region, which also decides whether to try again
+    scores: Scores
     tries: list[int]
     verifications: list[Verification]
 
@@ -99,12 +102,14 @@ def run_search(
 ) -> Searched:
     """Answer prompts under a policy; `read` are their token ids. See `SDMLanguageModel.generate`.
 
-    Each round tries all prompts without a verified answer together.
+    Each round tries all prompts without a verified answer together. The model's certificate decides whether to try again, or,
+    without one, the SDM layer's own region.
     """
     policy = as_policy(search)
     if not isinstance(policy, SearchPolicy):
         raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
-    best: dict[int, tuple[Answer, Scores]] = {}
+    certificate = lm.certificate(alpha)
+    best: dict[int, tuple[Answer, Scores, float]] = {}
     refused: dict[int, Answer] = {}
     turns: list[list[str]] = [[] for _ in prompts]  # for "continue": the refused answers so far
     tries, spent = [0] * len(prompts), [0] * len(prompts)  # answers, and their tokens
@@ -130,13 +135,14 @@ def run_search(
         if not still:
             break
         answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, prefixes=start)
-        scores = lm.score(lm.summaries(answers, progress), alpha)
-        done = scores.accepted & (scores.prediction == 1)
+        h = lm.summaries(answers, progress)
+        scores = lm.score(h, alpha)
+        done, sure = _ranked(certificate, scores, h)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
             tries[n], refused[n] = attempt + 1, answer
             spent[n] += answer.completion_tokens
-            if done[i] or n not in best or scores.p[i, 1] > best[n][1].p[0, 1] + TIE:
-                best[n] = answer, scores[i]
+            if done[i] or n not in best or sure[i] > best[n][2] + TIE:
+                best[n] = answer, scores[i], float(sure[i])
         still = _those(still, ~done)
     if not prompts:
         return Searched([], lm.score(torch.empty(0, lm.estimator.n_features_in_), alpha), [], [])
@@ -144,6 +150,25 @@ def run_search(
     scores = Scores.concatenate([best[n][1] for n in range(len(prompts))])
     judged = _verifications(lm, answers, scores, tries, spent, policy, sampling, alpha, neighbors)
     return Searched(answers, scores, tries, judged)
+
+
+def _ranked(
+    certificate: AnswerCertificate | None, scores: Scores, h: torch.Tensor
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Which answers end the search, and how sure the SDM layer is of each; unusual answers come after all others."""
+    if certificate is None:
+        return scores.accepted & (scores.prediction == 1), scores.p[:, 1]
+    evidence = certificate.evidence(scores, h.numpy())
+    unusual = ~certificate.rule.near_enough(evidence.d)
+    return certificate.rule.accepts(evidence), certificate.certainty(evidence) - unusual
+
+
+def prepared_policies(lm: SDMLanguageModel, alpha: float, sampling: Sampling) -> list[SearchPolicy]:
+    """The searches that were certified (or calibrated, for a model without a certificate) with these settings."""
+    single = lm.certificate(alpha)
+    if single is not None:
+        return [c.policy for c in lm.search_certificates if c.matches(c.policy, alpha, sampling, single)]
+    return [c.policy for c in lm.search_calibrations if c.matches(c.policy, alpha, sampling, lm.digest())]
 
 
 def reprompted(lm: SDMLanguageModel, prompt: Prompt, refused: str) -> Prompt:
@@ -180,6 +205,9 @@ def _verifications(
     alpha: float,
     neighbors: int,
 ) -> list[Verification]:
+    single = lm.certificate(alpha)
+    if single is not None:
+        return _certified(lm, answers, scores, tries, spent, policy, sampling, alpha, neighbors, single)
     known = lm.search_calibrations
     calibration = next((c for c in known if c.matches(policy, alpha, sampling, lm.digest())), None)
     if calibration is not None:  # otherwise they are decided by the layer's own region already
@@ -190,5 +218,30 @@ def _verifications(
     remark = "" if plain else NOT_CALIBRATED
     return [
         dataclasses.replace(v, tries=n, completion_tokens=tokens, calibrated=plain, reason=v.reason + remark)
+        for v, n, tokens in zip(judged, tries, spent, strict=True)
+    ]
+
+
+def _certified(
+    lm: SDMLanguageModel,
+    answers: list[Answer],
+    scores: Scores,
+    tries: list[int],
+    spent: list[int],
+    policy: SearchPolicy,
+    sampling: Sampling,
+    alpha: float,
+    neighbors: int,
+    single: AnswerCertificate,
+) -> list[Verification]:
+    """Verifications by the certificate of the search; by that of single answers, which promises nothing here, if it has none."""
+    own = next((c for c in lm.search_certificates if c.matches(policy, alpha, sampling, single)), None)
+    deciding = single if own is None else own.certificate
+    h = lm.summaries(answers)
+    judged = lm.verdicts(answers, h, scores, lm.estimator.region(alpha), neighbors)
+    covers = None if policy.budget == 0 and own is None else own is not None
+    judged = by_certificate(answers, judged, deciding, scores, h, covers)
+    return [
+        dataclasses.replace(v, tries=n, completion_tokens=tokens, calibrated=covers is not False)
         for v, n, tokens in zip(judged, tries, spent, strict=True)
     ]

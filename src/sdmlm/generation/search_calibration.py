@@ -1,7 +1,8 @@
 """The calibration of a search as a whole: the region in which its final answers can be accepted.
 
 Choosing among candidates changes what "accepted" means: with more tries, more wrong answers look right by chance. So
-`calibrate_search` runs a policy on the calibration rows and finds the region of its final answers (`verified_region`).
+`calibrate_search` runs a policy on the calibration rows and finds the region of its final answers (`verified_region`). This is for
+models without a certificate; for the others see `sdmlm.generation.search_certificate`.
 """
 
 from __future__ import annotations
@@ -172,6 +173,11 @@ def calibrate_search(
     policy = as_policy(policy)
     sampling = lm.sampling(max_new_tokens, temperature, top_p, stop)
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
+    if lm.certificate(alpha) is not None:
+        raise ValueError(
+            "This model has a certificate, which decides about its answers: certify the search as well, with fresh rows "
+            "(sdmlm certify DIR --data ROWS --search KIND)."
+        )
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the calibration in: give save=False.")
     r = reward_as_fitted(reward, lm.metadata)

@@ -13,6 +13,7 @@ from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.persistence import KIND
 from sdmlm.generation.feedback import FEEDBACK, FeedbackStore, load_feedback, save_feedback, with_feedback
 from sdmlm.generation.search_calibration import joined, load_searches, save_searches
+from sdmlm.generation.search_certificate import load_search_certificates, save_search_certificates, with_certificate
 from sdmlm.language_model.answer_rule import load_certificate, save_certificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.forward import inner_lm
@@ -74,6 +75,7 @@ def load(
     lm.feedback_store = FeedbackStore(estimator, expected, load_feedback(sdm, expected))
     lm.estimator = with_feedback(estimator, lm.feedback_store.log.items)
     lm.search_calibrations = load_searches(sdm)
+    lm.search_certificates = load_search_certificates(sdm)
     lm.answer_certificate = load_certificate(sdm)
     return lm
 
@@ -86,6 +88,10 @@ def save(lm: SDMLanguageModel, folder: Path) -> None:
         if own:  # including what other processes have saved there since
             lm.estimator = store.use(log, None)
             lm.search_calibrations = joined(load_searches(sdm), lm.search_calibrations)
+            kept = load_search_certificates(sdm)
+            for one in lm.search_certificates:
+                kept = with_certificate(kept, one)
+            lm.search_certificates = kept
         _write(lm, folder, folder.name, weights=not own)
         lm.folder = folder
         store.saved()
@@ -107,6 +113,7 @@ def _write(lm: SDMLanguageModel, folder: Path, name: str, weights: bool = True) 
     if log.next > 1 or (sdm / FEEDBACK).exists():
         save_feedback(sdm, log, lm.metadata["fingerprint"])
     save_searches(sdm, lm.search_calibrations)
+    save_search_certificates(sdm, lm.search_certificates)
     save_certificate(sdm, lm.answer_certificate)
     if lm.folder is not None:
         copy_record(lm.folder, folder)

@@ -36,6 +36,7 @@ def write_answers(
 
     def finish(n: int, ids: list[int]) -> list[int]:
         answers[n] = _written_answer(encoder, prompts[n], ids, texts[n], room)
+        answers[n].sampled = sampling.temperature > 0
         return answers[n].ids
 
     def should_stop(n: int, ids: list[int]) -> bool:

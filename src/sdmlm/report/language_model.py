@@ -18,6 +18,7 @@ from sdmlm.report.replication import paper_table, training_curves
 if TYPE_CHECKING:
     from sdmlm.estimator.estimator import SDMEstimator
     from sdmlm.generation.search_calibration import SearchCalibration
+    from sdmlm.generation.search_certificate import SearchCertificate
     from sdmlm.language_model.answer_rule import AnswerCertificate
 
 
@@ -31,6 +32,7 @@ def write_report(
     searches: Sequence[SearchCalibration],
     feedback: int,
     certificate: AnswerCertificate | None = None,
+    certified_searches: Sequence[SearchCertificate] = (),
 ) -> None:
     """Write the report. `metadata` is sdm/lm.json, `record` is training.json if there is one; evaluations by test set.
 
@@ -48,7 +50,7 @@ def write_report(
     with matplotlib.rc_context(plots.STYLE):
         more = [
             ("Over training", _training(run)),
-            ("Search", _searches(searches)) if searches else None,
+            ("Search", _certified(certified_searches) + _searches(searches)),
             ("How it was made", _made(metadata, record, feedback)),
         ]
         first = [("Verified answers, and what is promised", _promise(certificate))] if certificate is not None else []
@@ -94,7 +96,14 @@ def _training(run: Run) -> str:
     return page.figure("train", curves, "Training curves", caption)
 
 
+def _certified(searches: Sequence[SearchCertificate]) -> str:
+    """What is promised about searches, in words."""
+    return "".join(f"<p>{page.text(search.sentence())}</p>" for search in searches)
+
+
 def _searches(searches: Sequence[SearchCalibration]) -> str:
+    if not searches:
+        return ""
     rows = []
     for c in searches:
         accepted = int(c.accepted.sum())

@@ -14,7 +14,7 @@ from typing import Any
 from sdmlm.errors import BadCompletion, BadInput, CompletionTooLong, PromptTooLong
 from sdmlm.generation.answers import Sampling
 from sdmlm.generation.language_model import SDMLanguageModel
-from sdmlm.generation.search import SearchPolicy
+from sdmlm.generation.search import SearchPolicy, prepared_policies
 from sdmlm.generation.verification import Verification
 from sdmlm.language_model.encoding import PromptIds
 from sdmlm.language_model.forward import inner_lm
@@ -206,16 +206,12 @@ class Worker:
         alpha: float,
         neighbors: int,
     ) -> list[Judged]:
-        """Generate answers until one is verified; with a calibrated policy, if there is one with these settings."""
+        """Generate answers until one is verified; with a certified or calibrated policy, if one has these settings."""
         for prompt in prompts:
             self.read(prompt)
-        digest = self.lm.digest()
-        fitting = [
-            c
-            for c in self.lm.search_calibrations
-            if budget in (None, c.policy.budget) and c.matches(c.policy, alpha, sampling, digest)
-        ]
-        policy = fitting[0].policy if fitting else SearchPolicy(budget=DEFAULT_BUDGET if budget is None else budget)
+        prepared = prepared_policies(self.lm, alpha, sampling)
+        fitting = [policy for policy in prepared if budget in (None, policy.budget)]
+        policy = fitting[0] if fitting else SearchPolicy(budget=DEFAULT_BUDGET if budget is None else budget)
         verifications = self.lm.generate(
             prompts,
             max_new_tokens=sampling.max_new_tokens,
@@ -228,9 +224,11 @@ class Worker:
             search=policy,
             progress=False,
         )
-        if not fitting:
+        digest = self.lm.digest()
+        own = [c for c in self.lm.search_calibrations if fitting and c.matches(policy, alpha, sampling, digest)]
+        if not own or self.lm.certificate(alpha) is not None:
             return [self._judged(verification) for verification in verifications]
-        return [Judged(verification, fitting[0].region().to_dict()) for verification in verifications]
+        return [Judged(verification, own[0].region().to_dict()) for verification in verifications]
 
     def _judged(self, verification: Verification) -> Judged:
         return Judged(verification, self.lm.estimator.region(verification.alpha).to_dict())

@@ -12,12 +12,16 @@ from sdmlm.cli.layer_tables import REWARD_HELP, ROWS_HELP
 
 if TYPE_CHECKING:
     from sdmlm.estimator.acceptance import CertifiedRule
+    from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.generation.search_certificate import SearchCertificate
 
+KINDS = ("resample", "reprompt", "continue")
 EXAMPLES = """\
   sdmlm certify runs/estimator fresh.npz
   sdmlm certify runs/estimator fresh.npz --delta 0.01 --classes 1 --output certificate.json
   sdmlm score runs/estimator new.npz --certificate certificate.json
-  sdmlm certify runs/lm --data fresh.jsonl"""
+  sdmlm certify runs/lm --data fresh.jsonl
+  sdmlm certify runs/lm --data more.jsonl --search resample --budget 2"""
 
 
 def add(subparsers: Any) -> None:
@@ -33,6 +37,10 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--data", metavar="ROWS", help=f"for a language model: new {ROWS_HELP}")
     parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
+    parser.add_argument(
+        "--search", choices=KINDS, help="certify the final answers of this search, for sdmlm generate --search"
+    )
+    parser.add_argument("--budget", type=int, metavar="N", help="with --search: further tries per prompt (4)")
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
     parser.add_argument(
         "--delta", type=float, default=0.05, metavar="P", help="probability of a wrong certificate (0.05)"
@@ -52,16 +60,20 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Certify an estimator or a language model."""
+    if args.search is None and args.budget is not None:
+        raise ValueError("--budget goes only with --search.")
     if (args.embeddings is None) == (args.data is None):
         raise ValueError("give EMBEDDINGS to certify an estimator, or --data ROWS to certify a language model.")
     if args.data is None:
+        if args.search is not None:
+            raise ValueError("--search goes only with --data: an estimator does not search.")
         _certify_estimator(args)
     else:
         _certify_lm(args)
 
 
 def _certify_lm(args: argparse.Namespace) -> None:
-    """Renew the certificate over own answers, in the model's folder."""
+    """Renew the certificate over own answers, in the model's folder; or certify a search."""
     for name in ("promise", "classes", "output"):
         if getattr(args, name) is not None:
             raise ValueError(
@@ -73,7 +85,11 @@ def _certify_lm(args: argparse.Namespace) -> None:
     from sdmlm.finetuning.threads import threads_for
     from sdmlm.generation.certification import certify_lm
     from sdmlm.generation.language_model import SDMLanguageModel
-    from sdmlm.language_model.answer_rule import EPSILON
+    from sdmlm.generation.search import SearchPolicy
+    from sdmlm.generation.search_certificate import FILE as SEARCH_CERTIFICATES
+    from sdmlm.generation.search_certificate import SearchCertificate, certify_search
+    from sdmlm.language_model.answer_rule import EPSILON, AnswerCertificate
+    from sdmlm.language_model.answer_rule import FILE as CERTIFICATE
     from sdmlm.language_model.rows import read_preferences
 
     lm = SDMLanguageModel.from_pretrained(args.estimator)
@@ -81,15 +97,29 @@ def _certify_lm(args: argparse.Namespace) -> None:
     epsilon = EPSILON if args.epsilon is None else args.epsilon
     threads = threads_for(lm.model.num_parameters())
     with threads, contextlib.redirect_stdout(sys.stderr):  # a reward may print
-        certificate = certify_lm(
-            lm, data.rows, args.reward, alpha=args.alpha, delta=args.delta, epsilon=epsilon, source=data.source
-        )
+        how = {"alpha": args.alpha, "delta": args.delta, "epsilon": epsilon, "source": data.source}
+        certificate: AnswerCertificate | SearchCertificate
+        if args.search is None:
+            certificate, file = certify_lm(lm, data.rows, args.reward, **how), CERTIFICATE
+        else:
+            policy = SearchPolicy(args.search, 4 if args.budget is None else args.budget)
+            certificate, file = certify_search(lm, data.rows, policy, args.reward, **how), SEARCH_CERTIFICATES
     if args.json:
         common.print_json(certificate.figures())
         return
     out = common.console(args)
     out.print(certificate.sentence(), markup=False, soft_wrap=True)
-    out.print(f"Written: {args.estimator}/sdm/certificate.json.", markup=False)
+    if isinstance(certificate, SearchCertificate):
+        out.print(_without_search(lm, certificate), markup=False, soft_wrap=True)
+    out.print(f"Written: {args.estimator}/sdm/{file}.", markup=False, soft_wrap=True)
+
+
+def _without_search(lm: SDMLanguageModel, search: SearchCertificate) -> str:
+    """What is verified without the search, to see whether it pays."""
+    single = lm.certificate(search.certificate.alpha)
+    assert single is not None  # it decides when to stop
+    share = round(100 * single.accepted / max(1, single.prompts))
+    return f"Without the search about {share} of 100 answers are verified, with one answer per prompt."
 
 
 def _certify_estimator(args: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from sdmlm.generation.feedback import load_feedback, with_feedback
     from sdmlm.generation.judging import applicable
     from sdmlm.generation.search_calibration import load_searches
+    from sdmlm.generation.search_certificate import load_search_certificates
     from sdmlm.language_model.answer_rule import load_certificate
     from sdmlm.language_model.sdm_folder import layer_sha256, read_lm_metadata
     from sdmlm.report.language_model import write_report
@@ -54,12 +55,14 @@ def run(args: argparse.Namespace) -> None:
         estimator.recalibrate(args.alpha)
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
-    searches = [search for search in load_searches(sdm) if search.estimator == digest]  # the others no longer apply
+    # Searches of another SDM layer no longer apply.
+    searches = [search for search in load_searches(sdm) if search.estimator == digest]
+    certified = [one for one in load_search_certificates(sdm) if one.certificate.rule.estimator == digest]
     runs, others = read_evaluations(folder, layer_sha256(sdm))
     for path in others:
         common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
     record, added = read_record(folder), len(feedback.items)
-    write_report(output, folder.name, estimator, metadata, record, runs, searches, added, certificate)
+    write_report(output, folder.name, estimator, metadata, record, runs, searches, added, certificate, certified)
     if args.json:
         common.print_json({"output": output, "tests": sorted(runs), **summarize_calibration(estimator).metrics()})
         return
