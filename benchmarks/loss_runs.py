@@ -48,6 +48,7 @@ SETTINGS = (
     "rows", "epochs", "learning_rate", "batch", "accumulate", "lora_layers", "calibration_rows", "tests", "test_rows",
     "draws",
 )  # fmt: skip
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -88,7 +89,7 @@ def fine_tune(
 
         layers = list(range(*args.lora_layers))
         lora = LoraConfig(
-            r=16, lora_alpha=32, target_modules="all-linear", layers_to_transform=layers, lora_dropout=0.0
+            r=16, lora_alpha=32, target_modules=LINEAR, layers_to_transform=layers, lora_dropout=0.0
         )
     model = BASE_MODEL if args.model == "demo" else args.model
     trainer: Any = (maker or FORMS[form])(model, config, train, calibration, reward_funcs=reward, peft_config=lora)
@@ -243,7 +244,8 @@ def main() -> None:
             run["cpu_seconds"] = [round(trained, 1), round(time.process_time() - start - trained, 1)]
             if args.keep is not None:
                 folder = args.keep / f"{form}-{seed}"
-                trainer.model.save_pretrained(folder)
+                whole = trainer.model if args.lora_layers is None else trainer.model.merge_and_unload()
+                whole.save_pretrained(folder)
                 trainer.encoder.tokenizer.save_pretrained(folder)
             latest = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else new
             latest["runs"].append(run)  # another process may have added runs meanwhile
