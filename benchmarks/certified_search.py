@@ -96,15 +96,15 @@ def policies(lm: SDMLanguageModel, rows: list[dict[str, Any]]) -> dict[str, Fina
         made[f"best of {n} by the SDM layer"] = picked(found, sure[:n].argmax(axis=0), tokens[n - 1])
         made[f"best of {n} by mean log-probability"] = picked(found, likely[:n].argmax(axis=0), tokens[n - 1])
     prompts = [row["prompt"] for row in rows]
-    for kind in ("reprompt", "continue"):
-        policy = SearchPolicy(kind, budget=1, temperature=TEMPERATURE)
+    for kind, budget in (("reprompt", 1), ("continue", 1), ("continue", 2), ("continue", 4)):
+        policy = SearchPolicy(kind, budget, TEMPERATURE)
         result = run_search(
             lm, prompts, lm.read_prompts(prompts), policy, lm.sampling(), 0, lm.alpha, 0, progress=False
         )
         h = lm.summaries(result.answers).numpy()
         right = np.array(apply_reward(exact_match, rows, [answer.text for answer in result.answers], lm.tags))
         spent = np.array([float(v.completion_tokens) for v in result.verifications])
-        made[f"{kind}, budget 1"] = Finals(evidence_of(result.scores, h, single.usual, right), spent)
+        made[f"{kind}, budget {budget}"] = Finals(evidence_of(result.scores, h, single.usual, right), spent)
     return made
 
 

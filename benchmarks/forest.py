@@ -56,22 +56,26 @@ def spread_lines(path: Path, name: str) -> list[Line]:
     return lines
 
 
-def variant_lines(path: Path, name: str) -> list[Line]:
-    """From a file of benchmarks/loss_variants.py: each variant against cross-entropy."""
+def form_lines(path: Path, name: str) -> list[Line]:
+    """From a file of benchmarks/loss_runs.py: each form of the SDM loss against cross-entropy."""
+    if not path.exists():
+        return []
     stored, lines = json.loads(unpacked(path)), []
-    for variant, words in (
-        ("sdm", "SDM loss"),
-        ("crossfit", "cross-fitted bases"),
-        ("through", "and through the verdict"),
-    ):
-        for a, alpha in enumerate(stored["alphas"]):
-            shares: dict[str, dict[int, float]] = {"ce": {}, variant: {}}
+    test = stored["settings"]["tests"][0]
+
+    def share(run: dict[str, Any], what: str, a: int) -> float:
+        of = run["region"] if what == "region" else [run["certified"]]
+        return 100 * statistics.fmean(one[test]["accepted"][a] for one in of)
+
+    for form, words in (("sdm", "SDM loss"), ("through", "and through the verdict")):
+        for what, alpha in (("region", 0.9), ("region", 0.95), ("certified", 0.95)):
+            a = stored["alphas"].index(alpha)
+            shares: dict[str, dict[int, float]] = {"ce": {}, form: {}}
             for run in stored["runs"]:
-                if run["variant"] in shares:
-                    shares[run["variant"]][run["seed"]] = mean_share(run["layers"], a, run["answers"])
-            differences = paired(shares[variant], shares["ce"])
-            if differences:
-                lines.append((f"{name}, {words}, alpha {alpha:g}", differences))
+                if run["form"] in shares:
+                    shares[run["form"]][run["seed"]] = share(run, what, a)
+            if differences := paired(shares[form], shares["ce"]):
+                lines.append((f"{name}, {words}, {what}, alpha {alpha:g}", differences))
     return lines
 
 
@@ -125,7 +129,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     lines = spread_lines(RESULTS / "spread-demo.json.gz", "demo, open orders")
-    lines += variant_lines(RESULTS / "loss-variants-demo.json", "demo")
+    for model in ("demo", "stories15m", "smollm2"):
+        lines += form_lines(RESULTS / f"loss-{model}.json", f"{model}, averaged layers")
     lines += spread_lines(RESULTS / "spread-stories15m.json.gz", "stories15m")
     lines.append(table_line(RESULTS / "smollm2-135m.csv.gz", "SmolLM2-135M, alpha 0.95"))
     lines += paper_lines()

@@ -88,9 +88,7 @@ def fine_tune(
         from peft import LoraConfig
 
         layers = list(range(*args.lora_layers))
-        lora = LoraConfig(
-            r=16, lora_alpha=32, target_modules=LINEAR, layers_to_transform=layers, lora_dropout=0.0
-        )
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules=LINEAR, layers_to_transform=layers, lora_dropout=0.0)
     model = BASE_MODEL if args.model == "demo" else args.model
     trainer: Any = (maker or FORMS[form])(model, config, train, calibration, reward_funcs=reward, peft_config=lora)
     trainer.fit_final_layer = lambda: None  # layers are fitted in `measure`

@@ -6,7 +6,7 @@
 Each model answers the test prompts greedily. Then every first answer is refused, whatever the SDM layer says: the turn goes on
 after `<verified>No</verified>`, and the model writes a second answer, greedily or sampled at `--temperature`. "resample" is another
 answer at that temperature without a word about the first. Counted are pairs (first right, second right), over all prompts and over
-those whose first answer the HR region does not accept as Yes.
+those whose first answer is not verified.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(folder: str, rows: Sequence[Mapping[str, Any]], reward: Any, tempera
     prompts = [row["prompt"] for row in rows]
     read, everyone = lm.read_prompts(prompts), [True] * len(rows)
     first = lm.generate(prompts, neighbors=0, progress=False)
-    refused = [not (a.accepted and a.verdict == a.yes) for a in first]
+    refused = [not a.verified for a in first]
     right = apply_reward(reward, rows, [a.text for a in first], lm.tags)
     starts = [lm.encoder.refused([a.text]) for a in first]
     found: dict[str, Any] = {"first_right": sum(right), "prompts": len(rows)}
