@@ -72,6 +72,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> SDMConfig:
         "sdm_epochs": 5,
         "sdm_learning_rate": 1e-2,
         "alpha": 0.8,
+        "documents": "paper",
         "logging_steps": 1,
         "use_cpu": True,
         "report_to": "none",

@@ -6,7 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-LAYER = ["--exemplar-dim", "16", "--sdm-epochs", "5", "--sdm-learning-rate", "1e-2", "--alpha", "0.8"]
+LAYER = [
+    "--exemplar-dim",
+    "16",
+    "--sdm-epochs",
+    "5",
+    "--sdm-learning-rate",
+    "1e-2",
+    "--alpha",
+    "0.8",
+    "--documents",
+    "paper",
+]
 
 
 SMALL = [

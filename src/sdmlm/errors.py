@@ -23,6 +23,10 @@ class BadRow(SDMError):
         self.row, self.problem = row, problem
 
 
+class NoOwnAnswers(SDMError):
+    """An SDM layer over the model's own answers cannot be fitted here."""
+
+
 class ControlText(SDMError):
     """Text from outside that would become a control token, and cannot be encoded in another way."""
 

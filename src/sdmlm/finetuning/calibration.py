@@ -21,6 +21,7 @@ from sdmlm.finetuning.threads import threads_for
 from sdmlm.finetuning.training_rows import completion_room, encode_rows
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import inner_lm
+from sdmlm.language_model.likelihood import STATES
 from sdmlm.language_model.loading import load_lm, load_tokenizer
 from sdmlm.language_model.rows import read_preferences
 from sdmlm.language_model.sdm_folder import LM_FILE
@@ -49,9 +50,11 @@ class CalibrationRun:
 
 def calibrate(run: CalibrationRun) -> dict[str, Any]:
     """Fit the SDM layer, save it and return the summary."""
-    present = _present_settings(run.model)
+    present, changes = _present_settings(run.model), run.changes or {}
     present_reward = {"reward": present.pop("reward")} if "reward" in present else {}
-    config = SDMConfig(**{"output_dir": None, "report_to": "none", **present, **(run.changes or {})})
+    if changes.get("documents", present.get("documents")) != present.get("documents"):
+        present.pop("summary", None)  # other documents have another default
+    config = SDMConfig(**{"output_dir": None, "report_to": "none", **present, **changes})
     target = _checked_target(run)
     data = read_preferences(run.data, config.tags())
     rows = held_out(data.rows, data.sha256, run.model)
@@ -107,7 +110,8 @@ def _present_settings(model: str) -> dict[str, Any]:
         settings |= {"reward": metadata["reward"]} if "reward" in metadata else {}
         if metadata["training"] is not None:
             settings |= {name: metadata["training"][name] for name in ("gamma_plus", "seed")}
-        settings |= {name: metadata[name] for name in ("summary", "documents") if name in metadata}
+        settings |= {"documents": metadata.get("documents", "paper"), "summary": metadata.get("summary", STATES)}
+        settings |= metadata.get("own", {})
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         parameters = json.loads((sdm / CONFIG).read_text(encoding="utf-8"))["parameters"]
         settings["alpha"] = parameters["alpha"]

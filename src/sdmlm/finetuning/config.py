@@ -62,9 +62,11 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         The accuracy that accepted answers are to have, in (0.5, 1].
     exemplar_dim, sdm_epochs, sdm_batch_size, sdm_learning_rate, sdm_rounds, sdm_center
         Parameters of the `SDMEstimator` of each SDM layer.
-    summary, documents : str
-        What the final SDM layer reads ("states" as in the paper, or "states+likelihood"), and what it is fitted over
-        ("paper", or "own": the model's own answers, with a certificate; docs/method.md, section 9).
+    documents : {"own", "paper"}
+        What the final SDM layer is fitted over: the model's own answers, with a certificate (docs/method.md, section 9), or
+        the paper's documents.
+    summary : {"states+likelihood", "states"} or None
+        What it reads: the states alone are the paper's. None is "states+likelihood" with documents="own", else "states".
     own_samples, own_temperature : int, float
         With documents="own": sampled answers per prompt beside the greedy one, and their temperature.
     certificate_share, certificate_delta, certificate_epsilon : float
@@ -171,13 +173,17 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     sdm_center: str = field(default="global", metadata={"help": 'How h is standardised: "global" or "feature".'})
 
     # The final SDM layer, which goes with the model (docs/method.md, 9)
-    summary: str = field(
-        default="states",
-        metadata={"help": 'What the final SDM layer reads: "states" (the paper) or "states+likelihood".'},
-    )
     documents: str = field(
-        default="paper",
-        metadata={"help": 'What it is fitted over: "paper", or "own": the model\'s own answers, with a certificate.'},
+        default="own",
+        metadata={
+            "help": 'What the final SDM layer is fitted over: "own", the model\'s own answers, with a certificate; or "paper".'
+        },
+    )
+    summary: str | None = field(
+        default=None,
+        metadata={
+            "help": 'What it reads: "states" (the paper) or "states+likelihood"; default: the latter with documents "own".'
+        },
     )
     own_samples: int = field(
         default=1, metadata={"help": 'With documents "own": sampled answers per prompt, beside the greedy one.'}
@@ -217,6 +223,9 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         self.tags()
 
     def _check_final_layer(self) -> None:
+        """Check what the final SDM layer reads and is fitted over, and fill in the summary that goes with the documents."""
+        if self.summary is None:
+            self.summary = "states" if self.documents == "paper" else "states+likelihood"
         for name, known in (("summary", ("states", "states+likelihood")), ("documents", ("paper", "own"))):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name} is {getattr(self, name)!r} but must be "{known[0]}" or "{known[1]}".')

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from sdmlm import __version__
+from sdmlm.errors import NoOwnAnswers
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.layers import check_halves, fit_and_broadcast
@@ -94,7 +95,8 @@ def fit_over_calibration(
     """`fit_final_layer` with the count of right answers, and the certificate if documents="own".
 
     With documents="paper" there is one document per prompt: with probability gamma_plus its positive; otherwise the
-    model's own greedy completion if that is wrong (r = 0), or else the static negative.
+    model's own greedy completion if that is wrong (r = 0), or else the static negative. Where a layer over own answers
+    cannot be fitted, it is fitted over these documents too, with a warning.
     """
     reward = load_reward(reward)
     checked = training_rows(rows, encoder, reward, "calibration")
@@ -103,13 +105,14 @@ def fit_over_calibration(
     accelerator = accelerator or Accelerator(cpu=args.device.type == "cpu")
     room = args.max_new_tokens or completion_room(encoder, columns)
     if args.documents == "own":
-        if accelerator.distributed_type != DistributedType.FSDP:
-            return _over_own_answers(model, encoder, columns, args, reward, room, progress)
-        warnings.warn(
-            "Under FSDP no process holds the whole model, so the final SDM layer is the paper's, without a certificate: run "
-            "sdmlm calibrate on the saved model for the other.",
-            stacklevel=3,
-        )
+        try:
+            return _over_own_answers(model, encoder, columns, args, reward, room, accelerator, progress)
+        except NoOwnAnswers as error:
+            warnings.warn(
+                f"{error} The final SDM layer is the paper's instead, without a certificate: run sdmlm calibrate "
+                "--documents own on the saved model for the other.",
+                stacklevel=3,
+            )
     policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)
     check_halves([policy.draw(i, epoch=0).positive for i in range(len(checked))], "calibration")
     store = HardNegatives(policy, reward, room, tokens_per_batch=args.tokens_per_batch)
@@ -151,9 +154,12 @@ def _over_own_answers(
     args: SDMConfig,
     reward: Reward,
     room: int,
+    accelerator: Accelerator,
     progress: bool,
 ) -> FinalLayer:
     """The final layer with documents="own". Every process does the same work and gets the same layer."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise NoOwnAnswers("Under FSDP no process holds the whole model.")
     own = fit_over_own_answers(model, encoder, rows, args, reward, room, progress)
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)
@@ -165,6 +171,7 @@ TRAINING_FIELDS = (
     "loss", "hard_negatives", "gamma_plus", "gamma_gen", "gamma_diversity", "learning_rate", "num_train_epochs", "seed",
     "alpha",
 )  # fmt: skip
+OWN_FIELDS = ("own_samples", "own_temperature", "certificate_share", "certificate_delta", "certificate_epsilon")
 
 
 def save_final_layer(
@@ -203,6 +210,7 @@ def save_final_layer(
     }
     if final is not None and final.documents == "own":
         metadata |= {"summary": final.summary, "documents": final.documents}
+        metadata["own"] = {name: getattr(args, name) for name in OWN_FIELDS}
         metadata |= {"calibration_rows": final.answers.prompts, "held_out": list(final.held_out)}
     save_certificate(folder, None)  # the one of an earlier layer
     metadata |= save_reduction(folder, None if final is None else final.reduction)

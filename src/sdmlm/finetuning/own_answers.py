@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from sdmlm.estimator.acceptance import Evidence
+from sdmlm.errors import NoOwnAnswers
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.own_documents import OwnDocument, Rows, greedy_answers, more_documents, unique_names
@@ -124,10 +125,7 @@ def _fit(
     groups = np.array([document.row for document in documents])
     for label, word in ((1, "right"), (0, "wrong")):
         if len(np.unique(groups[labels == label])) < LEAST_PROMPTS:
-            raise ValueError(
-                f"The calibration rows give too few {word} answers for an SDM layer: give more rows (hundreds are a "
-                'start), or set documents="paper".'
-            )
+            raise NoOwnAnswers(f"The calibration rows give too few {word} answers for an SDM layer over own answers.")
     texts: dict[int | str, str] = {
         name: encoder.decode(encoder.encode_for_judging(rows[d.row]["prompt"], d.body))
         for name, d in zip(names, documents, strict=True)

@@ -277,7 +277,18 @@ def test_another_task_is_evaluated_again(
 
 def test_a_new_sdm_layer_is_evaluated_again(here: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole / "tiny-none" / "seed-0", "out/tiny-none/seed-0")
-    layer = ["--exemplar-dim", "8", "--sdm-epochs", "4", "--sdm-learning-rate", "1e-2", "--alpha", "0.8"]
+    layer = [
+        "--exemplar-dim",
+        "8",
+        "--sdm-epochs",
+        "4",
+        "--sdm-learning-rate",
+        "1e-2",
+        "--alpha",
+        "0.8",
+        "--documents",
+        "paper",
+    ]
     assert main(["calibrate", "out/tiny-none/seed-0", "--data", "calibration.jsonl", "--force", *layer]) == 0
     weights = Path("out/tiny-none/seed-0/model.safetensors").stat().st_mtime_ns
     assert main(["replicate", "tiny/none.yaml", "--output", "out", "--seeds", "0"]) == 0
