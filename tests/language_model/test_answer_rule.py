@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from sdmlm.estimator.acceptance import CertifiedRule, Evidence
+from sdmlm.generation.answers import Answer
+from sdmlm.generation.judging import promise
 from sdmlm.language_model.answer_rule import AnswerCertificate, certify_answers, load_certificate, save_certificate
 from sdmlm.language_model.usual import UsualLikelihood
 
@@ -71,7 +73,16 @@ def test_the_sentence_tells_right_answers_share_and_promise() -> None:
     assert "answered 190 of 200 held-out prompts correctly" in says
     assert "about 90 will be verified" in says
     assert "at least 95% of those are right" in says
-    assert "not for text by others" in says
+    assert "This holds for the model's own answers to prompts of the same kind, not for text by others" in says
+    assert "This holds for what it was made with to prompts" in certificate().sentence("what it was made with")
+
+
+def test_a_promise_is_not_rounded_up() -> None:
+    one = certificate(alpha=0.975)
+    assert "at least 97.5% of those are right" in one.sentence()
+    assert "at least 97.5% of all accepted" in one.rule.sentence()
+    answer = Answer("4", [], 1, 1, finish_reason="stop")
+    assert "at least 97.5% of the answers that pass" in promise(one, answer, None)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +113,7 @@ def test_a_certificate_is_kept_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="newer sdmlm"):
         load_certificate(tmp_path)
     (tmp_path / "certificate.json").write_text("{")
-    with pytest.raises(ValueError, match=r"certificate.json is damaged .* run sdmlm certify"):
+    with pytest.raises(ValueError, match=r"certificate.json is damaged .* delete it, then run sdmlm certify"):
         load_certificate(tmp_path)
     save_certificate(tmp_path, None)
     assert load_certificate(tmp_path) is None

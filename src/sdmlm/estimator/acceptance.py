@@ -143,9 +143,9 @@ class CertifiedRule:
         left = [names[c] for c, t in enumerate(self.thresholds) if not math.isfinite(t)]
         rest = f" Predictions of {', '.join(left)} are never accepted." if left else ""
         return (
-            f"Certified: with probability at least {1 - self.delta:g}, at least {self.alpha:.0%} {covered} are right, for new "
+            f"Certified: with probability at least {1 - self.delta:g}, at least {percent(self.alpha)} {covered} are right, for new "
             f"points like the {self.held_out} held-out ones.{rest} It says nothing about other kinds of points; "
-            f"the Distance bound is there to reject those, and also rejects {self.epsilon:.0%} of known points."
+            f"the Distance bound is there to reject those, and also rejects {percent(self.epsilon)} of known points."
         )
 
     def __str__(self) -> str:
@@ -231,6 +231,15 @@ def certify_rule(
     thresholds = [by_c.get(c, math.inf) for c in range(n_classes)]
     rule = dataclasses.replace(rule, thresholds=tuple(thresholds), tests=tuple(tests))
     return rule if rule.certified else dataclasses.replace(rule, needed=_needed(calibration, rule))
+
+
+def percent(share: float) -> str:
+    """A share that was asked for, with all its digits: 97.5% must not be promised as 98%.
+
+    >>> percent(0.975), percent(0.29)
+    ('97.5%', '29%')
+    """
+    return f"{100 * share:g}%"
 
 
 def check_promise(alpha: float, delta: float, promise: str, epsilon: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from sdmlm.estimator.acceptance import percent
 from sdmlm.estimator.explain import Exemplar, reason
 from sdmlm.estimator.layer import ALPHA_GRID, highest_alpha
 from sdmlm.estimator.region import HighReliabilityRegion, membership
@@ -140,7 +141,10 @@ def promise(certificate: AnswerCertificate, answer: Answer, search: bool | None)
     if search is None and answer.sampled:
         return f"{promises_nothing} that are sampled: it was made with greedy ones."
     rule, of_search = certificate.rule, " of this search" if search else ""
-    return f"With probability {1 - rule.delta:g}, at least {rule.alpha:.0%} of the answers{of_search} that pass this rule are right."
+    return (
+        f"With probability {1 - rule.delta:g}, at least {percent(rule.alpha)} of the answers{of_search} that pass this rule are "
+        "right."
+    )
 
 
 def certificate_reason(

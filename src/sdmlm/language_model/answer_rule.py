@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sdmlm.estimator.acceptance import CertifiedRule, Evidence, certify_rule, least_points
+from sdmlm.estimator.acceptance import CertifiedRule, Evidence, certify_rule, least_points, percent
 from sdmlm.estimator.scores import Scores
 from sdmlm.language_model.usual import UsualLikelihood
 from sdmlm.storage.artifacts import none_as_infinity, write_text_atomically
@@ -31,7 +31,7 @@ KIND, FORMAT_VERSION = "sdmlm answer certificate", 2
 DELTA, EPSILON = 0.05, 0.1
 YES = 1
 Mask = NDArray[np.bool_]
-NOT_COVERED = "This holds for the model's own answers to prompts of the same kind, not for text by others or other kinds of prompts."
+OWN_ANSWERS = "the model's own answers"
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,16 @@ class AnswerCertificate:
             return None
         return self.threshold if self.threshold_on == "output" else float(_sigmoid(np.array(self.threshold)))
 
-    def sentence(self) -> str:
-        """What is promised, or why nothing is, in words."""
+    def sentence(self, covered: str = OWN_ANSWERS) -> str:
+        """What is promised, or why nothing is, in words. `covered`: which answers it was made with."""
         lm = f"The language model answered {self.right} of {self.prompts} held-out prompts correctly."
         if not self.certified:
             return f"{lm} Nothing could be certified at alpha {self.alpha:g}: {self._missing()}."
         share = round(100 * self.accepted / max(1, self.prompts))
         return (
             f"{lm} Of 100 answers to such prompts about {share} will be verified, and with probability {1 - self.rule.delta:g} at "
-            f"least {self.alpha:.0%} of those are right. {NOT_COVERED}"
+            f"least {percent(self.alpha)} of those are right. This holds for {covered} to prompts of the same kind, not for text by "
+            "others or other kinds of prompts."
         )
 
     def _missing(self) -> str:
@@ -208,5 +209,5 @@ def load_certificate(sdm: Path) -> AnswerCertificate | None:
         if version <= FORMAT_VERSION:
             return AnswerCertificate.from_dict(values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): run sdmlm certify, or delete it.") from error
+        raise ValueError(f"{path} is damaged ({error}): delete it, then run sdmlm certify.") from error
     raise ValueError(f"{path} was written by a newer sdmlm (format {version}): upgrade sdmlm.")

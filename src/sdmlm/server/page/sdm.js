@@ -97,7 +97,7 @@ export function effect(region, point, classes, certificate) {
   const at = `At alpha ${region.alpha}`;
   if (certifies(certificate, region.alpha) && point.prediction === 1) {
     return point.certified
-      ? `${at} this answer is verified by the certificate, which promises ${percent(certificate.alpha)}.`
+      ? `${at} this answer is verified by the certificate.`
       : `${at} this answer is not verified: the certificate does not accept it.`;
   }
   if (inRegion(region, point)) return `${at} this answer is in the region as “${name}”.`;
