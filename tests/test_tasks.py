@@ -315,6 +315,14 @@ def test_data_writes_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (folder / "train.jsonl").read_bytes() == before
     assert main([*command[:4], "--output", str(source), *sizes]) == 2
     assert "sentences.txt is a file" in capsys.readouterr().err
+    brief = ["--output", str(tmp_path / "brief"), *sizes, "--prompt"]
+    assert main([*command[:4], *brief, "{start} only"]) == 2
+    assert "must contain {start} and {end}" in capsys.readouterr().err
+    assert main([*command[:4], *brief, "{start} | {end}", "--json"]) == 0
+    short = [json.loads(line) for line in (tmp_path / "brief" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["prompt"].count(" | ") == 1 and len(row["prompt"]) < 120 for row in short)
+    assert [row["chosen"] for row in short] == [row["chosen"] for row in rows]
+    capsys.readouterr()
     none = ["--train", "0", "--calibration", "0", "--test", "0", "--shifted"]
     assert main([*command[:4], "--output", str(tmp_path / "new"), *none, "0"]) == 2
     assert "All sizes are 0" in capsys.readouterr().err

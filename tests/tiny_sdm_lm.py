@@ -15,6 +15,13 @@ from tiny_lm import copy_rows, tiny_config, tiny_lm, tiny_tokenizer
 from sdmlm.finetuning.trainer import SDMTrainer
 
 CALIBRATION = 96
+# Settings of `train` for a model with a certificate.
+OWN: dict[str, Any] = {
+    "documents": "own",
+    "summary": "states+likelihood",
+    "certificate_share": 0.5,
+    "certificate_epsilon": 0.05,
+}
 CHAT = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('</s>' if m['role'] == 'assistant' else '\n') }}"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_sdm_lm import marked_rows, train
+from tiny_sdm_lm import OWN, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
@@ -17,8 +18,7 @@ from sdmlm.cli import main
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    own = {"documents": "own", "summary": "states+likelihood", "certificate_share": 0.5, "certificate_epsilon": 0.05}
-    return train(tmp_path_factory.mktemp("answers"), **own)
+    return train(tmp_path_factory.mktemp("answers"), **OWN)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_certify_renews_the_certificate_of_a_language_model(model: str, capsys: 
     assert after is not None
     assert before is not None
     assert (found["epsilon"], after.rule.epsilon) == (0.02, 0.02)
-    assert after.source == "fresh.jsonl"
+    assert after.source == f"fresh.jsonl (SHA-256 {hashlib.sha256(Path('fresh.jsonl').read_bytes()).hexdigest()[:16]})"
     assert after.prompts == found["prompts"] > 200
     assert after.usual == before.usual
     assert main(["certify", model, "--data", "fresh.jsonl"]) == 0

@@ -128,7 +128,10 @@ def test_search(folder: Path, here: Path, capsys: pytest.CaptureFixture[str], mo
     out, err = capsys.readouterr()
     assert not any(row["calibrated"] for row in lines(out))
     assert {row["tries"] for row in lines(out)} == {1, 3}
-    assert err == "sdmlm: this search is not calibrated for this model, so answers may be accepted too easily.\n"
+    assert (
+        err
+        == "sdmlm: this search is neither certified nor calibrated with these settings, so answers may be accepted too easily.\n"
+    )
     (here / "ca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calibration_rows()))
     calibrate = ["calibrate-search", "model", "--data", "ca.jsonl", "--search", "resample", "--budget", "2"]
     assert main([*calibrate, "--json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,25 @@ if TYPE_CHECKING:
 
 CANDIDATE_SHARE = 0.2  # share of the rows that fix the candidate thresholds; the others test them
 LEAST_USUAL = 50  # number of own answers needed to say which answers are usual
+MOST_KNOWN = 0.25  # share of the prompts that may be known to the SDM layer: those of short prompts may recur by chance
+
+
+def check_new(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse rows that the SDM layer was fitted over, and none at all. Which rows the LM was trained on is not known here."""
+    if not rows:
+        raise ValueError("No rows are given: a certificate needs new ones.")
+    texts = sorted(lm.estimator.documents_.values())
+
+    def known(row: Mapping[str, Any]) -> bool:
+        start = lm.encoder.decode(lm.encoder.encode_prompt(row["prompt"]))
+        at = bisect_left(texts, start)
+        return at < len(texts) and texts[at].startswith(start)
+
+    n = sum(map(known, rows))
+    if n > MOST_KNOWN * len(rows):
+        raise ValueError(
+            f"The SDM layer was fitted over the prompts of {n} of these {len(rows)} rows: a certificate needs new rows."
+        )
 
 
 def own_answers(
@@ -54,11 +74,13 @@ def certify_lm(
 ) -> AnswerCertificate:
     """Certify which greedy answers of a model are verified, with rows that were not used for training or calibration.
 
-    The certificate replaces the present one, in `lm` and, with `save`, in its folder.
+    The certificate replaces the present one, in `lm` and, with `save`, in its folder. Certificates of searches that stopped by the
+    present one no longer apply.
     """
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the certificate in: give save=False.")
+    check_new(lm, rows)
     r = reward_as_fitted(reward, lm.metadata)
     check_reward(r, rows)
     answers, right = own_answers(lm, rows, r, None, progress)

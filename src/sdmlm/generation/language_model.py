@@ -323,8 +323,8 @@ class SDMLanguageModel:
 
         label: whether the completion follows the instructions: True or "yes", False or "no". The weights do not change; q, d
         and the region do, and with them later decisions about similar answers. Feedback is stored in the model's folder
-        (`sdm/feedback/`) unless `save` is False; given twice, it counts once. Calibrations of searches, made with another
-        support, no longer apply.
+        (`sdm/feedback/`) unless `save` is False; given twice, it counts once. Certificates and calibrations of searches, made
+        with another support, no longer apply.
         """
         y = label_number(label, self.tags)
         sdm = self._feedback_folder(save)
@@ -377,7 +377,7 @@ class SDMLanguageModel:
         return storage.load(cls, path, device, dtype, allow_other_weights, hub)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Save model, tokenizer, `sdm/` with feedback and calibrated searches, and a model card (README.md).
+        """Save model, tokenizer, `sdm/` with feedback and what is known about searches, and a model card (README.md).
 
         If this is the folder that the model was loaded from, the weights are not written again.
         """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdmlm import __version__
 from sdmlm.generation.measured import measured
+from sdmlm.generation.search_certificate import applying
 from sdmlm.storage.record import read_record
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ LIMITS = """\
   estimate is for data like the calibration data; it can fail for other data.
 - The LM's own next token after `{open}` is not the verdict. Without the SDM layer it is no more reliable than a softmax.
 - The verdict is only about whether an answer follows the instructions, as the reward of the calibration data defined it.
-- A search over several answers changes what accepted means; answers of a search that was not calibrated say so.
+- A search over several answers changes what accepted means; answers of a search that was neither certified nor calibrated
+  say so.
 - The folder `sdm/` holds the texts of the calibration documents, and of feedback, as evidence for decisions.
 """
 
@@ -171,9 +173,9 @@ def _tests(lm: SDMLanguageModel) -> str:
 
 
 def _searches(lm: SDMLanguageModel) -> str:
-    certified = [c for c in lm.search_certificates if c.certificate.rule.estimator == lm.digest()]
+    certified = applying(lm)
     promised = ["## Certified searches", "", *(f"- {c.sentence()}" for c in certified), ""] if certified else []
-    apply = [c for c in lm.search_calibrations if c.estimator == lm.digest()]
+    apply = [c for c in lm.search_calibrations if c.estimator == lm.digest() and lm.certificate(c.alpha) is None]
     if not apply:
         return "\n".join(promised)
     rows = []

@@ -38,8 +38,9 @@ class SearchPolicy:
     """What to try when an answer is not verified.
 
     The search stops at the first verified answer. If there is none, it returns the answer that the SDM layer is surest of, the
-    earliest of equals. What "verified" means for the answer of a search has to be found for the search as a whole: see
-    `certify_search`, or `calibrate_search` for a model without a certificate.
+    earliest of equals; in a model with a certificate, unusual answers come after all others. What "verified" means for the answer
+    of a search has to be found for the search as a whole: see `certify_search`, or `calibrate_search` for a model without a
+    certificate.
 
     Parameters
     ----------
@@ -164,10 +165,14 @@ def _ranked(
 
 
 def prepared_policies(lm: SDMLanguageModel, alpha: float, sampling: Sampling) -> list[SearchPolicy]:
-    """The searches that were certified (or calibrated, for a model without a certificate) with these settings."""
+    """The searches that were certified (or calibrated, for a model without a certificate) with these settings.
+
+    Those for which nothing could be certified come last: none of their answers is verified.
+    """
     single = lm.certificate(alpha)
     if single is not None:
-        return [c.policy for c in lm.search_certificates if c.matches(c.policy, alpha, sampling, single)]
+        apply = [c for c in lm.search_certificates if c.matches(c.policy, alpha, sampling, single)]
+        return [c.policy for c in sorted(apply, key=lambda c: not c.certificate.certified)]
     return [c.policy for c in lm.search_calibrations if c.matches(c.policy, alpha, sampling, lm.digest())]
 
 

@@ -1,8 +1,9 @@
 """The certificate of a search as a whole: which of its final answers are verified, and what is promised about these.
 
 Choosing among answers changes what a threshold promises, so the certificate of single answers does not cover a search. Here the
-whole policy answers fresh prompts, and a threshold on its final answers is tested in the same way. This is for models with a
-certificate; a search of other models is calibrated by the region of the papers (`sdmlm.generation.search_calibration`).
+whole search answers fresh prompts, and a threshold for its final answers is found as for single answers: a part of the answers
+fixes the candidates, the others test them. This is for models with a certificate; a search of other models is calibrated by the
+region of the papers (`sdmlm.generation.search_calibration`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from sdmlm.errors import BadSetting
 from sdmlm.estimator.region import check_alpha
 from sdmlm.generation.answers import Sampling
-from sdmlm.generation.certification import certified_rule
+from sdmlm.generation.certification import certified_rule, check_new
 from sdmlm.generation.search import SearchPolicy, as_policy, run_search
 from sdmlm.language_model.answer_rule import DELTA, EPSILON, AnswerCertificate
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
@@ -47,16 +48,25 @@ class SearchCertificate:
     def matches(self, policy: SearchPolicy, alpha: float, sampling: Sampling, single: AnswerCertificate) -> bool:
         """Whether it covers a search with these settings, in a model whose certificate of single answers is `single`."""
         same = (self.policy, self.sampling, self.stops_at) == (policy, sampling, stopping(single))
-        return same and self.certificate.alpha >= alpha and self.certificate.rule.estimator == single.rule.estimator
+        own = self.certificate
+        same_scores = own.rule.estimator == single.rule.estimator and single.usual in (None, own.usual)
+        return same and same_scores and own.alpha >= alpha
 
     def sentence(self) -> str:
         """What is promised, in words."""
-        how = f"Search {self.policy.kind} with a budget of {self.policy.budget}: {self.tries:.2f} answers per prompt."
-        return f"{how} {self.certificate.sentence()}"
+        further, first = self.policy, self.sampling
+        greedy = "greedy" if first.temperature == 0 else f"at temperature {first.temperature:g}, top-p {first.top_p:g}"
+        stop = f", stopped by {' or '.join(map(repr, first.stop))}" if first.stop else ""
+        return (
+            f"Search {further.kind} with a budget of {further.budget} (first answer {greedy}, further ones at temperature "
+            f"{further.temperature:g}, up to {first.max_new_tokens} tokens{stop}): {self.tries:.2f} answers per prompt. "
+            f"{self.certificate.sentence('the final answers of this search')}"
+        )
 
     def figures(self) -> dict[str, Any]:
         """The figures for the commands' JSON."""
-        return {"policy": dataclasses.asdict(self.policy), "tries": self.tries, **self.certificate.figures()}
+        how = {"policy": dataclasses.asdict(self.policy), "sampling": dataclasses.asdict(self.sampling)}
+        return {**how, "tries": self.tries, **self.certificate.figures(), "says": self.sentence()}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -74,6 +84,35 @@ class SearchCertificate:
 def stopping(single: AnswerCertificate) -> tuple[float, float]:
     """What decides whether a search tries again."""
     return single.threshold, single.rule.least_distance
+
+
+def in_force(certificates: Sequence[SearchCertificate], single: AnswerCertificate | None) -> list[SearchCertificate]:
+    """Those that apply to a model whose certificate of single answers is `single`; None if it has none that applies."""
+    if single is None:
+        return []
+    return [
+        c
+        for c in certificates
+        if c.certificate.alpha <= single.alpha and c.matches(c.policy, c.certificate.alpha, c.sampling, single)
+    ]
+
+
+def applying(lm: SDMLanguageModel) -> list[SearchCertificate]:
+    """The certificates of searches that the model can use."""
+    own = lm.answer_certificate
+    return in_force(lm.search_certificates, None if own is None else lm.certificate(own.alpha))
+
+
+def _no_stopping_rule(lm: SDMLanguageModel, alpha: float) -> str:
+    """Why no certificate of single answers can decide when to stop, and what to do about it."""
+    own = lm.answer_certificate
+    if own is None:
+        return "this model has none: run sdmlm certify without --search first, with other rows"
+    if own.rule.estimator != lm.digest():
+        return "this model's was made for another SDM layer (feedback changes it): undo the feedback, or certify the model again"
+    if own.alpha < alpha:
+        return f"this model's is for alpha {own.alpha:g}: choose that alpha or a lower one, or certify the model again"
+    return "this model's verifies nothing: certify the model again, with more rows or a lower alpha"
 
 
 def certify_search(
@@ -97,7 +136,8 @@ def certify_search(
 
     rows: new to the model; they must not have been used for fitting, nor for the model's own certificate, which decides whether to
     try again. The other settings are those of `generate` and of `certify_lm`. The result is added to `lm.search_certificates`
-    and, with `save`, to `sdm/search_certificates.json`; `generate` uses it wherever policy and settings are the same.
+    and, with `save`, to `sdm/search_certificates.json`, where it replaces one for the same policy and settings, whatever its alpha.
+    `generate` uses it wherever policy and settings are the same.
     """
     policy, sampling = as_policy(policy), lm.sampling(max_new_tokens, temperature, top_p, stop)
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
@@ -105,11 +145,12 @@ def certify_search(
     if single is None or not single.certified:
         raise BadSetting(
             "search",
-            f"needs a certificate of single answers at alpha {alpha:g}, which decides when to stop: run sdmlm certify on the "
-            "model first, or choose a lower alpha.",
+            f"needs a certificate of single answers at alpha {alpha:g}, which decides when to stop; "
+            f"{_no_stopping_rule(lm, alpha)}.",
         )
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the certificate in: give save=False.")
+    check_new(lm, rows)
     r = reward_as_fitted(reward, lm.metadata)
     check_reward(r, rows)
     prompts = [row["prompt"] for row in rows]
@@ -156,5 +197,5 @@ def load_search_certificates(sdm: Path) -> tuple[SearchCertificate, ...]:
         if version <= FORMAT_VERSION:
             return tuple(SearchCertificate.from_dict(one) for one in metadata["searches"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): certify the search again, or delete the file.") from error
+        raise ValueError(f"{path} is damaged ({error}): delete it, then certify the search again.") from error
     raise ValueError(f"{path} was written by a newer sdmlm (format {version}): upgrade sdmlm.")

@@ -62,7 +62,7 @@ class Verification:
     tries : int
         How many answers a search generated.
     calibrated : bool
-        False for the answer of a search that was not calibrated as a whole.
+        False for the answer of a search that was neither certified nor calibrated as a whole.
     yes : str
         How the tags spell a positive verdict.
     certified : bool or None

@@ -30,7 +30,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
     add_model(parser)
-    add_writing(parser, calibrating=True)
+    add_writing(parser, preparing=True, required=True)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 

@@ -8,14 +8,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sdmlm.cli import common
+from sdmlm.cli.commands.generate import add_writing
 from sdmlm.cli.layer_tables import REWARD_HELP, ROWS_HELP
+from sdmlm.storage.record import read_record
 
 if TYPE_CHECKING:
     from sdmlm.estimator.acceptance import CertifiedRule
     from sdmlm.generation.language_model import SDMLanguageModel
+    from sdmlm.generation.search import SearchPolicy
     from sdmlm.generation.search_certificate import SearchCertificate
+    from sdmlm.language_model.rows import PreferenceRows
 
-KINDS = ("resample", "reprompt", "continue")
+SEARCH_OPTIONS = ("budget", "max_new_tokens", "temperature", "top_p", "stop")
+DEFAULT_BUDGET = 4
+SHA256_DIGITS = 16  # of the file's, in the certificate
 EXAMPLES = """\
   sdmlm certify runs/estimator fresh.npz
   sdmlm certify runs/estimator fresh.npz --delta 0.01 --classes 1 --output certificate.json
@@ -37,10 +43,6 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--data", metavar="ROWS", help=f"for a language model: new {ROWS_HELP}")
     parser.add_argument("--reward", metavar="M:F", help=REWARD_HELP)
-    parser.add_argument(
-        "--search", choices=KINDS, help="certify the final answers of this search, for sdmlm generate --search"
-    )
-    parser.add_argument("--budget", type=int, metavar="N", help="with --search: further tries per prompt (4)")
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
     parser.add_argument(
         "--delta", type=float, default=0.05, metavar="P", help="probability of a wrong certificate (0.05)"
@@ -55,13 +57,15 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--classes", metavar="C,...", help="predicted classes to cover, by name (all)")
     parser.add_argument("--output", metavar="FILE.json", help="save the certificate, for score --certificate")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
-    parser.set_defaults(run=run)
+    add_writing(parser, preparing=True)
+    parser.set_defaults(run=run, **dict.fromkeys(SEARCH_OPTIONS))  # None: not given
 
 
 def run(args: argparse.Namespace) -> None:
     """Certify an estimator or a language model."""
-    if args.search is None and args.budget is not None:
-        raise ValueError("--budget goes only with --search.")
+    given = [name for name in SEARCH_OPTIONS if getattr(args, name) is not None]
+    if args.search is None and given:
+        raise ValueError(f"--{given[0].replace('_', '-')} goes only with --search.")
     if (args.embeddings is None) == (args.data is None):
         raise ValueError("give EMBEDDINGS to certify an estimator, or --data ROWS to certify a language model.")
     if args.data is None:
@@ -79,47 +83,95 @@ def _certify_lm(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name} does not go with --data: the certificate of a language model is kept in its folder."
             )
+    search, sampling = _search(args)
     from sdmlm.language_model.loading import require_transformers
 
     require_transformers()
     from sdmlm.finetuning.threads import threads_for
     from sdmlm.generation.certification import certify_lm
     from sdmlm.generation.language_model import SDMLanguageModel
-    from sdmlm.generation.search import SearchPolicy
-    from sdmlm.generation.search_certificate import FILE as SEARCH_CERTIFICATES
-    from sdmlm.generation.search_certificate import SearchCertificate, certify_search
-    from sdmlm.language_model.answer_rule import EPSILON, AnswerCertificate
-    from sdmlm.language_model.answer_rule import FILE as CERTIFICATE
+    from sdmlm.generation.search_certificate import applying, certify_search
+    from sdmlm.language_model.answer_rule import EPSILON, FILE
     from sdmlm.language_model.rows import read_preferences
 
     lm = SDMLanguageModel.from_pretrained(args.estimator)
     data = read_preferences(args.data, lm.tags)
-    epsilon = EPSILON if args.epsilon is None else args.epsilon
-    threads = threads_for(lm.model.num_parameters())
-    with threads, contextlib.redirect_stdout(sys.stderr):  # a reward may print
-        how = {"alpha": args.alpha, "delta": args.delta, "epsilon": epsilon, "source": data.source}
-        certificate: AnswerCertificate | SearchCertificate
-        if args.search is None:
-            certificate, file = certify_lm(lm, data.rows, args.reward, **how), CERTIFICATE
+    _check_file(args, lm, data)
+    epsilon, applied = EPSILON if args.epsilon is None else args.epsilon, len(applying(lm))
+    how = {"alpha": args.alpha, "delta": args.delta, "epsilon": epsilon, "source": _source(data)}
+    with threads_for(lm.model.num_parameters()), contextlib.redirect_stdout(sys.stderr):  # a reward may print
+        if search is not None:
+            searched = certify_search(lm, data.rows, search, args.reward, **sampling, **how)
         else:
-            policy = SearchPolicy(args.search, 4 if args.budget is None else args.budget)
-            certificate, file = certify_search(lm, data.rows, policy, args.reward, **how), SEARCH_CERTIFICATES
+            certificate = certify_lm(lm, data.rows, args.reward, **how)
+    if search is not None:
+        _show_search(args, lm, searched)
+        return
+    if lost := applied - len(applying(lm)):
+        common.warn(
+            f"The certificates of searches no longer apply ({lost}): the model's own, which decides when to stop, is new. Certify "
+            "these searches again."
+        )
     if args.json:
         common.print_json(certificate.figures())
         return
     out = common.console(args)
     out.print(certificate.sentence(), markup=False, soft_wrap=True)
-    if isinstance(certificate, SearchCertificate):
-        out.print(_without_search(lm, certificate), markup=False, soft_wrap=True)
-    out.print(f"Written: {args.estimator}/sdm/{file}.", markup=False, soft_wrap=True)
+    out.print(f"Written: {args.estimator}/sdm/{FILE}.", markup=False, soft_wrap=True)
 
 
-def _without_search(lm: SDMLanguageModel, search: SearchCertificate) -> str:
-    """What is verified without the search, to see whether it pays."""
-    single = lm.certificate(search.certificate.alpha)
+def _search(args: argparse.Namespace) -> tuple[SearchPolicy | None, dict[str, Any]]:
+    """The search to certify, if any, and the settings of its answers that were given."""
+    if args.search is None:
+        return None, {}
+    from sdmlm.generation.answers import Sampling
+    from sdmlm.generation.search import SearchPolicy
+
+    sampling = {name: getattr(args, name) for name in SEARCH_OPTIONS[1:] if getattr(args, name) is not None}
+    Sampling(**{"max_new_tokens": 1, **sampling, "stop": tuple(args.stop or ())})  # refuses bad values at once
+    return SearchPolicy(args.search, DEFAULT_BUDGET if args.budget is None else args.budget), sampling
+
+
+def _check_file(args: argparse.Namespace, lm: SDMLanguageModel, data: PreferenceRows) -> None:
+    """Refuse a file that the model or, for a search, its certificate was made with."""
+    record = read_record(args.estimator)
+    known = [lm.metadata.get("calibrated"), *(record["data"].values() if record else ())]
+    if any(one and one.get("sha256") == data.sha256 for one in known):
+        raise ValueError(f"The model was trained or calibrated with {data.source}: a certificate needs new rows.")
+    own = lm.answer_certificate
+    if args.search is not None and own is not None and data.sha256[:SHA256_DIGITS] in own.source:
+        raise ValueError(
+            f"The model's own certificate, which decides when the search stops, was made with {data.source}: a search needs "
+            "other rows."
+        )
+
+
+def _source(data: PreferenceRows) -> str:
+    return f"{data.source} (SHA-256 {data.sha256[:SHA256_DIGITS]})"
+
+
+def _show_search(args: argparse.Namespace, lm: SDMLanguageModel, search: SearchCertificate) -> None:
+    """The certificate of a search, and what is verified without the search, to see whether it pays."""
+    from sdmlm.generation.search_certificate import FILE
+
+    single, alpha = lm.certificate(search.certificate.alpha), search.certificate.alpha
     assert single is not None  # it decides when to stop
-    share = round(100 * single.accepted / max(1, single.prompts))
-    return f"Without the search about {share} of 100 answers are verified, with one answer per prompt."
+    without = single.accepted / max(1, single.prompts)
+    if args.json:
+        common.print_json({**search.figures(), "verified_without": without})
+        return
+    out = common.console(args)
+    out.print(search.sentence(), markup=False, soft_wrap=True)
+    at = "" if single.alpha == alpha else f" at alpha {single.alpha:g}"
+    out.print(
+        f"Without the search, about {100 * without:.0f} of 100 answers are verified{at}, with one answer per prompt.",
+        soft_wrap=True,
+    )
+    if not search.certificate.certified:
+        common.warn("no answer of this search will be verified.")
+    use = "sdmlm generate --search and sdmlm serve use it"
+    use += " with these settings." if alpha >= lm.alpha else f" with these settings and alpha {alpha:g} or lower."
+    out.print(f"Written: {args.estimator}/sdm/{FILE}. {use}", markup=False, soft_wrap=True)
 
 
 def _certify_estimator(args: argparse.Namespace) -> None:

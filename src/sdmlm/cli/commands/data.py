@@ -42,7 +42,11 @@ def add(subparsers: Any) -> None:
     ordering.add_argument("--suffix", type=int, default=3, metavar="N", help="words to put back into order (3)")
     ordering.add_argument("--min-words", type=int, default=5, metavar="N", help="shortest sentence (5)")
     ordering.add_argument("--max-words", type=int, default=60, metavar="N", help="longest sentence (60)")
-    ordering.add_argument("--prompt", metavar="T", help="another prompt than the paper's, with {start} and {end} in it")
+    ordering.add_argument(
+        "--prompt",
+        metavar="T",
+        help="another prompt than the paper's, with {start} and {end} in it; it should ask for <sentence> </sentence>",
+    )
     _add_common(ordering)
     ordering.set_defaults(run=word_ordering)
     sums = common.add_command(

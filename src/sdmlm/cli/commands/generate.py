@@ -50,21 +50,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{common.THREADS}\n\n{parser.epilog}"
 
 
-def add_writing(parser: argparse.ArgumentParser, calibrating: bool = False) -> None:
-    """Sampling options. To calibrate a search, --search is required and there is no --seed."""
-    group = parser.add_argument_group("generation")
+def add_writing(parser: argparse.ArgumentParser, preparing: bool = False, required: bool = False) -> None:
+    """Sampling options. To calibrate or certify a search there is no --seed. `required`: whether --search is."""
+    group = parser.add_argument_group("search, of a language model" if preparing and not required else "generation")
     group.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (as the SDM layer was fitted)"
     )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest tokens (1)")
-    if not calibrating:
+    if not preparing:
         group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers (0)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given again")
     group.add_argument(
         "--search",
         choices=("resample", "reprompt", "continue"),
-        required=calibrating,
+        required=required,
         help="how to try again if an answer is not verified",
     )
     group.add_argument("--budget", type=int, default=4, metavar="N", help="with --search: further tries per prompt (4)")
@@ -196,7 +196,9 @@ def show(
     if args.output:
         write_text_atomically(args.output, "".join(line + "\n" for line in lines))
     if not all(v.calibrated for v in judged):
-        common.warn("this search is not calibrated for this model, so answers may be accepted too easily.")
+        common.warn(
+            "this search is neither certified nor calibrated with these settings, so answers may be accepted too easily."
+        )
     if args.json:
         for line in lines:
             print(line)

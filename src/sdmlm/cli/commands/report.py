@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> None:
     from sdmlm.generation.feedback import load_feedback, with_feedback
     from sdmlm.generation.judging import applicable
     from sdmlm.generation.search_calibration import load_searches
-    from sdmlm.generation.search_certificate import load_search_certificates
-    from sdmlm.language_model.answer_rule import load_certificate
+    from sdmlm.generation.search_certificate import in_force, load_search_certificates
+    from sdmlm.language_model.answer_rule import AnswerCertificate, load_certificate
     from sdmlm.language_model.sdm_folder import layer_sha256, read_lm_metadata
     from sdmlm.report.language_model import write_report
     from sdmlm.storage.artifacts import SDM_FOLDER
@@ -50,14 +50,19 @@ def run(args: argparse.Namespace) -> None:
     estimator = SDMEstimator.from_pretrained(sdm)
     feedback = load_feedback(sdm, metadata["fingerprint"])
     alpha = estimator.alpha_ if args.alpha is None else args.alpha
-    certificate = applicable(load_certificate(sdm), alpha, with_feedback(estimator, feedback.items).digest)
+    single = load_certificate(sdm)
+    certificate = applicable(single, alpha, with_feedback(estimator, feedback.items).digest)
     if args.alpha is not None:
         estimator.recalibrate(args.alpha)
     estimator = with_feedback(estimator, feedback.items)
     digest = estimator.digest()
-    # Searches of another SDM layer no longer apply.
-    searches = [search for search in load_searches(sdm) if search.estimator == digest]
-    certified = [one for one in load_search_certificates(sdm) if one.certificate.rule.estimator == digest]
+
+    def deciding(alpha: float) -> AnswerCertificate | None:
+        return applicable(single, alpha, lambda: digest)
+
+    # What was made for another SDM layer or certificate no longer applies.
+    searches = [one for one in load_searches(sdm) if one.estimator == digest and deciding(one.alpha) is None]
+    certified = in_force(load_search_certificates(sdm), None if single is None else deciding(single.alpha))
     runs, others = read_evaluations(folder, layer_sha256(sdm))
     for path in others:
         common.warn(f"{path} is left out: it was made with another SDM layer than the present one.")
