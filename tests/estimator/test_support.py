@@ -120,6 +120,7 @@ def test_small_blocks_and_large_blocks_agree(monkeypatch):
     whole = SupportSet(vectors, labels, predictions)
     monkeypatch.setattr(support_module, "_QUERY_BLOCK", 7)
     monkeypatch.setattr(support_module, "_SUPPORT_BLOCK", 16)
+    monkeypatch.setattr(support_module, "_FEW", 0)
     small = SupportSet(vectors, labels, predictions, memory_mb=0.001)
     one, two = whole.query(queries, guesses, exclude), small.query(queries, guesses, exclude)
     for name in ("q", "d_nearest", "nearest"):
@@ -276,7 +277,7 @@ def test_equal_rows_are_looked_at_once(monkeypatch):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 1000.0]), st.sampled_from([1.0, 1e-15, 1e15]))
-def test_a_single_query_finds_what_a_batch_finds(seed, grid, offset, scale):
+def test_few_queries_find_what_many_find(seed, grid, offset, scale):
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 120))
     draw = (lambda size: rng.integers(0, 3, size)) if grid else (lambda size: rng.normal(size=size))
@@ -284,9 +285,22 @@ def test_a_single_query_finds_what_a_batch_finds(seed, grid, offset, scale):
     labels, predictions = rng.integers(-1, 3, n), rng.integers(0, 3, n)
     queries = np.concatenate([vectors[:10], ((draw((10, 5)) + offset) * scale).astype(np.float32)])
     guesses = rng.integers(0, 4, len(queries))
+    exclude = rng.integers(-1, n, len(queries))
     for max_q in (None, 2):
         support = SupportSet(vectors, labels, predictions, max_q=max_q)
-        together, nearest = support.query(queries, guesses), torch.stack(support.nearest_by_class(queries, guesses))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(support_module, "_FEW", 0)
+            found = [
+                (support.query(queries, guesses, own), torch.stack(support.nearest_by_class(queries, guesses, own)))
+                for own in (None, exclude)
+            ]
+        for own, (many, pairs) in zip((None, exclude), found, strict=True):
+            few = support.query(queries, guesses, own)
+            assert torch.equal(few.q, many.q)
+            assert torch.equal(few.nearest, many.nearest)
+            assert torch.equal(few.d_nearest, many.d_nearest)
+            assert torch.equal(torch.stack(support.nearest_by_class(queries, guesses, own)), pairs)
+        together, nearest = found[0]
         for i in range(len(queries)):
             alone = support.query(queries[i : i + 1], guesses[i : i + 1])
             assert (alone.q[0], alone.nearest[0]) == (together.q[i], together.nearest[i])
@@ -295,7 +309,7 @@ def test_a_single_query_finds_what_a_batch_finds(seed, grid, offset, scale):
             torch.testing.assert_close(pair, nearest[:, i], rtol=1e-14, atol=0)
 
 
-def test_a_single_query_with_many_equal_rows_goes_the_long_way(monkeypatch):
+def test_few_queries_with_many_equal_rows_go_the_long_way(monkeypatch):
     vectors = np.zeros((500, 4), dtype=np.float32)
     support = SupportSet(vectors, np.zeros(500, int), np.zeros(500, int))
     asked = []
@@ -304,7 +318,7 @@ def test_a_single_query_with_many_equal_rows_goes_the_long_way(monkeypatch):
     found = support.query(vectors[:1] + 1, [0])
     assert (found.q.tolist(), found.nearest.tolist(), found.d_nearest.tolist()) == ([500], [0], [2.0])
     assert asked == [1]
-    support.query(vectors[:1] + 1, [0], exclude=[3])
+    assert support.query(vectors[:2] + 1, [0, 0], exclude=[3, -1]).q.tolist() == [499, 500]
     assert asked == [1, 1]
     spread = np.arange(2000, dtype=np.float32).reshape(500, 4)
     assert SupportSet(spread, np.zeros(500, int), np.zeros(500, int)).query(spread[7:8], [0]).nearest.tolist() == [7]

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sdmlm.estimator.activation import full_precision
-from sdmlm.estimator.support_single import SingleQuery, TooClose
+from sdmlm.estimator.support_few import FewQueries, TooClose
 from sdmlm.estimator.vectors import as_vectors, checked_labels, equal_rows, integers
 
 # Rounding errors of a length-M dot product grow like sqrt(M); eight standard deviations are never exceeded in practice
@@ -34,6 +34,7 @@ _SIGMAS = 8.0
 _LEAST, _MOST = 1e-25, 1e37  # squared norms with which products in float32 keep their relative precision
 _QUERY_BLOCK = 512  # queries at a time: enough for a fast matrix product
 _SUPPORT_BLOCK = 4096  # support rows at a time, fewer if memory_mb is small
+_FEW = 2**20  # distances of several queries up to which `FewQueries` is faster
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,12 @@ class SupportSet:
         """q, d_nearest and nearest of each query. `exclude` (N,) is the support index to ignore, -1 for none."""
         vectors = self._queries(vectors)
         predictions = integers(predictions, "predictions", vectors)
-        with contextlib.suppress(TooClose):
-            if exclude is None and (single := self._single(vectors)) is not None:
-                count, square, index = single.match(int(predictions[0]))
-                count = count if self.max_q is None else min(count, self.max_q)
-                distance = torch.tensor([square], dtype=torch.float64).sqrt()
-                return SupportMatch(torch.tensor([count]), distance, torch.tensor([index]))
         excluded = self._excluded_rows(exclude, vectors)
+        with contextlib.suppress(TooClose):
+            if (few := self._few(vectors, excluded)) is not None:
+                q, distance, nearest = map(torch.from_numpy, few.match(predictions.numpy()))
+                q = q if self.max_q is None else q.clamp_(max=self.max_q)
+                return SupportMatch(q, distance.sqrt_(), nearest)
         n = len(vectors)
         q = torch.zeros(n, dtype=torch.long, device=vectors.device)
         distance = torch.full((n,), torch.inf, dtype=torch.float64, device=vectors.device)
@@ -166,12 +166,11 @@ class SupportSet:
         """The distances to the nearest match of each query's class and to the nearest other vector, both (N,); inf for none."""
         vectors = self._queries(vectors)
         classes = integers(classes, "classes", vectors)
-        with contextlib.suppress(TooClose):
-            if exclude is None and (single := self._single(vectors)) is not None:
-                pair = (single.nearest(*spans)[0] for spans in self._own_and_other(int(classes[0])))
-                own, other = (torch.tensor([square], dtype=torch.float64).sqrt() for square in pair)
-                return own, other
         excluded = self._excluded_rows(exclude, vectors)
+        with contextlib.suppress(TooClose):
+            if (few := self._few(vectors, excluded)) is not None:
+                own, other = torch.from_numpy(few.nearest_by_class(classes.numpy())).sqrt_()
+                return own, other
         squares = torch.empty(2, len(vectors), dtype=torch.float64, device=vectors.device)
         for c in classes.unique().tolist():
             for part in (classes == c).nonzero().squeeze(1).split(_QUERY_BLOCK):
@@ -207,12 +206,13 @@ class SupportSet:
                 return ask(queries)
         return ask(_Queries(self, vectors, excluded, torch.float64))
 
-    def _single(self, vectors: Tensor) -> SingleQuery | None:
-        """The search for one query; None for several, elsewhere than on the CPU, or out of the range of its precision."""
-        if len(vectors) != 1 or not len(self) or vectors.device.type != "cpu":
+    def _few(self, vectors: Tensor, excluded: Tensor) -> FewQueries | None:
+        """The search for few queries; None for many, elsewhere than on the CPU, or out of the range of their precision."""
+        n = len(vectors)
+        if not n or not len(self) or vectors.device.type != "cpu" or (n > 1 and n * len(self) > _FEW):
             return None
-        query = SingleQuery(self, vectors, _slack(vectors))
-        return query if _LEAST <= query.squares <= _MOST else None
+        queries = FewQueries(self, vectors, excluded, _slack(vectors))
+        return queries if _in_range(queries.squares) else None
 
     def _queries(self, vectors: ArrayLike | Tensor) -> Tensor:
         vectors = as_vectors(vectors).to(self._vectors)
@@ -240,6 +240,11 @@ def _slack(vectors: Tensor) -> float:
     return float(2 * _SIGMAS * vectors.shape[1] ** 0.5 * torch.finfo(vectors.dtype).eps / 2)
 
 
+def _in_range(squares: Tensor) -> bool:
+    """Whether products in float32 keep their relative precision at these squared norms."""
+    return bool(((squares >= _LEAST) & (squares <= _MOST)).all())
+
+
 def _nearest_of(spans: tuple[tuple[int, int], ...]) -> Callable[[_Queries], Any]:
     return lambda queries: queries.nearest(*spans)[0]
 
@@ -257,7 +262,7 @@ class _Queries:
         self.norm = norm.double()
         squares = norm + support._largest
         self.slack = _slack(self.near) * squares
-        self.in_range = bool(((squares >= _LEAST) & (squares <= _MOST)).all())
+        self.in_range = _in_range(squares)
 
     def full(self, value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((self.n,), value, dtype=dtype, device=self.near.device)
