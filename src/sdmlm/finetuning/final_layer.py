@@ -104,6 +104,8 @@ def fit_over_calibration(
     allow_inside(model)
     accelerator = accelerator or Accelerator(cpu=args.device.type == "cpu")
     room = args.max_new_tokens or completion_room(encoder, columns)
+    policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)
+    check_halves([policy.draw(i, epoch=0).positive for i in range(len(checked))], "calibration")
     if args.documents == "own":
         try:
             return _over_own_answers(model, encoder, columns, args, reward, room, accelerator, progress)
@@ -113,8 +115,6 @@ def fit_over_calibration(
                 "--documents own on the saved model for the other.",
                 stacklevel=3,
             )
-    policy = NegativePolicy(args.gamma_plus, 1.0, 1.0, seed=args.seed, first_epoch=0)
-    check_halves([policy.draw(i, epoch=0).positive for i in range(len(checked))], "calibration")
     store = HardNegatives(policy, reward, room, tokens_per_batch=args.tokens_per_batch)
     attempts = generate_negatives(accelerator, store, model, encoder, columns, epoch=0, step=0, progress=progress)
     if not any(attempt.body is not None for attempt in attempts):

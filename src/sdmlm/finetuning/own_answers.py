@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sdmlm.estimator.acceptance import Evidence
 from sdmlm.errors import NoOwnAnswers
+from sdmlm.estimator.acceptance import Evidence
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.own_documents import OwnDocument, Rows, greedy_answers, more_documents, unique_names

@@ -1,0 +1,57 @@
+"""Which final SDM layer a run ends with when nothing is said about it, and when own answers are not enough."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_sdm_lm import calibration_rows, train
+from trainer_checks import make
+
+from sdmlm import SDMConfig
+from sdmlm.cli import main
+
+
+def test_own_answers_with_their_likelihood_are_the_default() -> None:
+    config = SDMConfig("runs/x", report_to="none")
+    assert (config.documents, config.summary) == ("own", "states+likelihood")
+    config = SDMConfig("runs/x", report_to="none", documents="paper")
+    assert (config.documents, config.summary) == ("paper", "states")
+
+
+def test_a_reward_that_calls_everything_right_gets_the_papers_layer(tmp_path: Path) -> None:
+    """Without a wrong answer there is nothing to certify, and a training run must not end in an error."""
+    trainer = make(tmp_path, reward_funcs=lambda prompts, completions, **_: [1] * len(prompts), documents="own")
+    with pytest.warns(UserWarning, match="too few wrong answers.* is the paper's instead, without a certificate"):
+        trainer.fit_final_layer()
+    assert trainer.final_layer is not None
+    assert (trainer.final_layer.documents, trainer.final_layer.certificate) == ("paper", None)
+
+
+def test_calibrate_keeps_the_kind_of_layer_and_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"documents": "own", "certificate_share": 0.5, "certificate_epsilon": 0.05, "own_samples": 2}
+    folder = train(tmp_path / "lm", **own)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calibration_rows()))
+
+    def calibrated(name: str, *options: str) -> dict[str, object]:
+        shutil.copytree(folder, name)
+        assert main(["calibrate", name, "--data", "rows.jsonl", "--force", *options]) == 0
+        return dict(json.loads(Path(name, "sdm", "lm.json").read_text()))
+
+    before = json.loads((folder / "sdm" / "lm.json").read_text())
+    again = calibrated("again")
+    for name in ("summary", "documents", "own", "held_out", "estimator_sha256"):
+        assert again[name] == before[name], name
+    paper = calibrated("paper", "--documents", "paper")  # and so the paper's summary
+    assert "summary" not in paper
+    assert not Path("paper/sdm/certificate.json").exists()
+    assert main(["calibrate", "paper", "--data", "rows.jsonl", "--force"]) == 0  # keeps the paper's
+    assert not Path("paper/sdm/certificate.json").exists()
+    assert main(["calibrate", "paper", "--data", "rows.jsonl", "--force", "--documents", "own"]) == 0
+    assert json.loads(Path("paper/sdm/lm.json").read_text())["summary"] == "states+likelihood"
+    assert Path("paper/sdm/certificate.json").exists()
