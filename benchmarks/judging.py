@@ -96,7 +96,7 @@ def share_of_judging(lm: SDMLanguageModel, plain: Callable[[], Any], judged: Cal
         needed = len(passes)
         passes.clear()
         reader = LikelihoodReader if lm.reads_likelihood else GenerationReader
-        for name in ("begin", "step", "keep", "rest", "finish"):
+        for name in ("begin", "step", "keep", "rest", "finish", "end"):
             stack.enter_context(patch.object(reader, name, timed(getattr(reader, name), add)))
         stack.enter_context(patch.object(lm, "judge", timed(lm.judge, add)))
         whole, _ = seconds(judged)

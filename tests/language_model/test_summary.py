@@ -4,7 +4,7 @@ import reference as slow
 import torch
 
 from sdmlm.language_model.reading import embed_sequences
-from sdmlm.language_model.summary import batches_by_length, summarize
+from sdmlm.language_model.summary import GenerationReader, batches_by_length, summarize
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,3 +63,28 @@ def test_batches_cover_everything_within_the_budget():
     assert sorted(i for batch in batches for i in batch) == list(range(200))
     assert all(len(b) * max(lengths[i] for i in b) <= 100 or len(b) == 1 for b in batches)
     assert batches_by_length([], 10) == []
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], [1, 7]], ids=["", "a tag in the prompt"])
+@pytest.mark.parametrize("written", [[3, 7, 9], [3, 4, 9]], ids=["with a tag", "without"])
+def test_a_row_with_a_tag_is_compared_with_its_document_at_the_end(model, prompt, written):
+    compared = []
+
+    def document(row, generated):
+        compared.append(row)
+        return [*prompt, 3, 7] if 7 in written else [*prompt, *written, 7]
+
+    reader = GenerationReader([7], document)
+    with torch.no_grad(), reader.watching(model):
+        read = model(torch.tensor([prompt]))
+        reader.begin([0], [prompt], torch.ones(1, 2))
+        for i in written[:-1]:
+            read = model(torch.tensor([[i]]), past_key_values=read.past_key_values)
+            reader.step([0], [[i]], torch.tensor([[i]]))
+        rest = reader.rest(0, written)
+        assert (rest, compared) == (([], []) if 7 in written else ([9, 7], [0]))
+    assert compared == [0]
+    if 7 in written:
+        torch.testing.assert_close(reader.h[0], embed_sequences(model, [[*prompt, 3, 7]], progress=False)[0])
+    else:
+        assert not reader.h  # the rest was never read

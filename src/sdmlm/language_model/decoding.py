@@ -125,7 +125,7 @@ def _generate_batch(
             raise ValueError(f"{type(model).__name__} keeps no key-value cache: generation needs one.")
         if reader is not None:
             reader.see_logits(answer.logits)
-            reader.begin(rows, prompts, mask) if step == 0 else reader.step(rows, feed)
+            reader.begin(rows, prompts, mask) if step == 0 else reader.step(rows, feed, ids)
         at = min(step, max(limits) - 1)  # rows that have ended may take more steps; their draws are not used
         chance = None if chances is None else torch.from_numpy(chances[rows, at]).to(model.device)
         newest = _pick(answer.logits[:, -1].float(), temperature, chance, top_p).tolist()

@@ -163,7 +163,7 @@ class LikelihoodReader(GenerationReader):
         self._leasts = torch.full_like(self._totals, torch.inf)
         super().begin(rows, prompts, mask)
 
-    def step(self, rows: Sequence[int], newest: Sequence[list[int]]) -> None:
+    def step(self, rows: Sequence[int], newest: Sequence[list[int]], ids: Tensor) -> None:
         """As in the base class, with the log-probabilities of the new ids."""
         assert self._states is not None
         assert self._logits is not None
@@ -171,13 +171,15 @@ class LikelihoodReader(GenerationReader):
         assert self._answer_sums is not None
         assert self._totals is not None
         assert self._leasts is not None
-        logits = torch.cat([self._before[:, None], self._logits[:, :-1]], dim=1)
-        tokens = token_log_probabilities(logits, torch.tensor(newest, device=logits.device))
+        logits = self._before[:, None]
+        if ids.shape[1] > 1:
+            logits = torch.cat([logits, self._logits[:, :-1]], dim=1)
+        tokens = token_log_probabilities(logits, ids)
         self._totals = self._totals + tokens.sum(dim=1)
         self._leasts = torch.minimum(self._leasts, tokens.amin(dim=1))
         self._answer_sums = self._answer_sums + self._states.float().sum(dim=1)
         self._before = self._logits[:, -1]
-        super().step(rows, newest)
+        super().step(rows, newest, ids)
 
     def keep(self, index: Tensor) -> None:
         """Keep only these rows of the batch."""

@@ -64,11 +64,12 @@ class GenerationReader:
         self._fed: dict[int, list[int]] = {}
         self._sums: Tensor | None = None
         self._at_tag: dict[int, tuple[int, Tensor, Tensor]] = {}  # row -> ids fed, their summed states, the last state
+        self._ended: dict[int, list[int]] = {}  # row -> generated ids of rows that wrote a tag
         self.h: dict[int, Tensor] = {}  # row -> (2H,) on the LM's device
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Keep the final-layer states of each pass of the model."""
+        """Keep the final-layer states of each pass of the model; at the end, `h` is complete."""
 
         def keep(module: Any, args: Any, output: Any) -> None:
             self._states = output.last_hidden_state
@@ -76,6 +77,7 @@ class GenerationReader:
         handle = model.get_decoder().register_forward_hook(keep)
         try:
             yield
+            self.end()
         finally:
             handle.remove()
             self._states = self._sums = self._logits = None
@@ -91,13 +93,13 @@ class GenerationReader:
         self._fed |= {r: list(prompts[r]) for r in rows}
         self._look(rows)
 
-    def step(self, rows: Sequence[int], newest: Sequence[list[int]]) -> None:
-        """To be called after a pass over the next ids of each row."""
+    def step(self, rows: Sequence[int], newest: Sequence[list[int]], ids: Tensor) -> None:
+        """To be called after a pass over the next ids of each row, which are given as lists and as a tensor."""
         assert self._states is not None
         assert self._sums is not None
         self._sums = self._sums + self._states.float().sum(dim=1)
-        for r, ids in zip(rows, newest, strict=True):
-            self._fed[r] += ids
+        for r, fed in zip(rows, newest, strict=True):
+            self._fed[r] += fed
         self._look(rows)
 
     def keep(self, index: Tensor) -> None:
@@ -121,7 +123,11 @@ class GenerationReader:
 
     def rest(self, row: int, generated: list[int]) -> list[int]:
         """The ids that the LM still has to read for h, when a row has ended."""
-        ids, fed = self._document(row, generated), self._fed[row]
+        fed = self._fed[row]
+        if self._at_tag.get(row, (0,))[0] > len(fed) - len(generated) + 1:  # it wrote a tag, so nothing is missing
+            self._ended[row] = generated
+            return []
+        ids = self._document(row, generated)
         if ids is None:
             return []
         ids = list(ids)
@@ -142,3 +148,9 @@ class GenerationReader:
     def finish(self, row: int) -> None:
         """To be called when the LM has read the rest of a row."""
         self._finish(row, self._fed[row])
+
+    def end(self) -> None:
+        """Read the rows that wrote a tag, all at once: between two passes of the LM this takes several times as long."""
+        for row, generated in self._ended.items():
+            self._finish(row, list(self._document(row, generated) or ()))
+        self._ended.clear()
