@@ -2,11 +2,11 @@
 
     python benchmarks/certified_search.py runs/demo/verified --rows 1000 --output docs/results/search-certified-demo.json
 
-MODEL: an SDM language model for the demo's task, with a certificate. The rows are drawn anew from the demo's grammar (`--grammar-seed`), or
-read from `--data`. Each policy answers all of them once. `resample` and best-of-n choose among the same candidates: the greedy answer
-and sampled ones (temperature 0.7). Then, for each of `--splits` random halves: one half certifies the policy (a fifth of it fixes the
-candidate thresholds), the other is counted. Figures are means over the splits, `sd` is their standard deviation; `tokens` are those that the
-language model wrote for each prompt.
+MODEL: an SDM language model for the demo's task, with a certificate, which decides when a search stops, whatever `--alpha`. The rows are
+drawn anew from the demo's grammar (`--grammar-seed`), or read from `--data`. Each policy answers all of them once. `resample` and best-of-n
+choose among the same candidates: the greedy answer and sampled ones (temperature 0.7). Then, for each of `--splits` random halves: one half certifies the policy (a fifth of it fixes the
+candidate thresholds), the other is counted. Figures are means over the splits (`verified_right`: over those in which something is
+verified), `sd` is the standard deviation of `verified`; `tokens` are those that the language model wrote for each prompt.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def policies(lm: SDMLanguageModel, rows: list[dict[str, Any]]) -> dict[str, Fina
     return made
 
 
-def certified(finals: Finals, alpha: float, splits: int) -> dict[str, float]:
+def certified(finals: Finals, alpha: float, splits: int) -> dict[str, Any]:
     """What is verified of one half under a certificate from the other."""
     shares, accuracies, n = [], [], len(finals.tokens)
     for split in range(splits):
@@ -124,7 +124,7 @@ def certified(finals: Finals, alpha: float, splits: int) -> dict[str, float]:
         "answers_right": float((finals.evidence.labels == 1).mean()),  # type: ignore[union-attr]
         "verified": float(np.mean(shares)),
         "sd": float(np.std(shares)),
-        "verified_right": float(np.mean(accuracies)) if accuracies else float("nan"),
+        "verified_right": float(np.mean(accuracies)) if accuracies else None,
         "tokens": float(finals.tokens.mean()),
     }
 
@@ -145,6 +145,8 @@ def main() -> None:
     else:
         rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()][: args.rows]
     lm = SDMLanguageModel.from_pretrained(args.model, device="cpu")
+    if lm.certificate() is None:
+        raise SystemExit(f"{args.model} has no certificate at alpha {lm.alpha:g}: make one with sdmlm certify.")
     finals = policies(lm, rows)
     found = {
         f"{alpha:g}": {name: certified(one, alpha, args.splits) for name, one in finals.items()} for alpha in args.alpha
@@ -154,7 +156,8 @@ def main() -> None:
             f"alpha {alpha}\n| policy | answers right | verified (sd) | of these right | tokens |\n|---|---:|---:|---:|---:|"
         )
         for name, f in lines.items():
-            shown = f"{f['verified']:.1%} ({100 * f['sd']:.1f}) | {f['verified_right']:.1%} | {f['tokens']:.0f}"
+            right = "-" if f["verified_right"] is None else f"{f['verified_right']:.1%}"
+            shown = f"{f['verified']:.1%} ({100 * f['sd']:.1f}) | {right} | {f['tokens']:.0f}"
             print(f"| {name} | {f['answers_right']:.1%} | {shown} |")
     head = {"rows": len(rows), "grammar_seed": None if args.data else args.grammar_seed, "splits": args.splits}
     write_text_atomically(args.output, json.dumps({**head, "alphas": found}, indent=1) + "\n")

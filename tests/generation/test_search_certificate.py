@@ -8,10 +8,13 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from benchmark_modules import ROOT, benchmark
 from scipy.stats import binom
 from search_checks import HOT
 from tiny_sdm_lm import OWN, calibration_rows, marked_rows, train
@@ -22,8 +25,14 @@ from sdmlm.errors import BadSetting
 from sdmlm.estimator.acceptance import CertifiedRule
 from sdmlm.generation.answers import Sampling
 from sdmlm.generation.certification import certify_lm
-from sdmlm.generation.search import prepared_policies
-from sdmlm.generation.search_certificate import SearchCertificate, applying, load_search_certificates
+from sdmlm.generation.search import _ranked, prepared_policies
+from sdmlm.generation.search_certificate import (
+    SearchCertificate,
+    applying,
+    load_search_certificates,
+    save_search_certificates,
+    with_certificate,
+)
 from sdmlm.language_model.answer_rule import AnswerCertificate, load_certificate, save_certificate
 from sdmlm.server.work import Worker
 
@@ -58,12 +67,14 @@ def test_a_certified_search_by_hand(lm: SDMLanguageModel) -> None:
     single, prompts = lm.certificate(), fresh_prompts()
     assert single is not None
     lm.answer_certificate = single = dataclasses.replace(single, rule=stricter(single.rule))
-    searched = lm.generate(prompts, search=HOT, progress=False)
-    assert {v.tries for v in searched} >= {1, 1 + HOT.budget}
+    policy = SearchPolicy("resample", budget=3, temperature=1.5)
+    searched = lm.generate(prompts, temperature=1.5, search=policy, progress=False)
+    assert {v.tries for v in searched} >= {1, 1 + policy.budget}
+    places = set()
     for n, v in enumerate(searched):
         tried = []
-        for attempt in range(1 + HOT.budget):
-            sampling = lm.sampling(temperature=HOT.temperature if attempt else 0.0)
+        for attempt in range(1 + policy.budget):
+            sampling = lm.sampling(temperature=1.5)
             seeds = [[0, n, attempt] if attempt else [0, n]]
             answers = lm.write(lm.read_prompts([prompts[n]]), sampling, seeds, progress=False)
             tried += lm.judge(answers, lm.alpha, 0, progress=False)
@@ -74,14 +85,38 @@ def test_a_certified_search_by_hand(lm: SDMLanguageModel) -> None:
         best = max(range(len(tried)), key=lambda i: (tried[i].verified, key[i], round(tried[i].certainty or 0, 5), -i))
         assert v.text == tried[best].text
         assert v.verified == tried[best].verified
+        if not v.verified:
+            places.add(best)
         assert not v.calibrated
         if v.verified:
             assert "promises nothing about answers of a search" in v.reason
+    assert len(places) == 1 + policy.budget  # any of them may be the surest
+
+
+def test_unusual_answers_come_after_all_others() -> None:
+    rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 4.0), 0.1, (1,), 40, 0, (), "digest")
+    scores: Any = SimpleNamespace(
+        confidence=np.array([9.0, -1.0, 5.0, 3.0, 9.0]),
+        d=np.array([0.05, 0.5, 0.5, 0.5, 0.5]),
+        prediction=np.array([1, 1, 1, 1, 0]),
+    )
+    done, sure = _ranked(AnswerCertificate(rule, 40, 36, 30, 29, None), scores, torch.empty(5, 1))
+    assert done.tolist() == [False, False, True, False, False]
+    assert np.argsort(-sure).tolist() == [2, 3, 1, 4, 0]
 
 
 def stricter(rule: CertifiedRule) -> CertifiedRule:
     """The rule with a threshold that some of the model's answers fail."""
     return dataclasses.replace(rule, thresholds=(rule.thresholds[0], rule.thresholds[1] + 3.0))
+
+
+def test_saving_keeps_what_another_process_certified_meanwhile(lm: SDMLanguageModel) -> None:
+    assert lm.folder is not None
+    sdm, of_another = lm.folder / "sdm", known(lm, SearchPolicy(budget=1))
+    save_search_certificates(sdm, [of_another])
+    lm.search_certificates = (known(lm),)
+    lm.save_pretrained(lm.folder)
+    assert lm.search_certificates == load_search_certificates(sdm) == (of_another, known(lm))
 
 
 def test_a_search_is_certified_as_a_whole(lm: SDMLanguageModel) -> None:
@@ -99,6 +134,10 @@ def test_a_search_is_certified_as_a_whole(lm: SDMLanguageModel) -> None:
     tested = np.random.default_rng(0).random(len(rows)) >= 0.2
     kept = [(v, row) for v, row, t in zip(searched, rows, tested, strict=True) if t]
     assert found.certificate.prompts == len(kept)
+    rest = [v for v, t in zip(searched, tested, strict=True) if not t]
+    assert rule.least_distance == np.quantile([v.usual or 0 for v in rest], rule.epsilon, method="lower")
+    candidates = [math.log((v.certainty or 0) / (1 - (v.certainty or 0))) for v in rest if v.verdict == "Yes"]
+    assert all(min(abs(c - test.threshold) for c in candidates) < 1e-5 for test in rule.tests)
     assert found.certificate.right == sum(v.text == row["chosen"] for v, row in kept)
     accepted = [(v, row) for v, row in kept if v.verified]
     assert found.certificate.accepted == len(accepted) > 59
@@ -138,6 +177,8 @@ def test_certified_searches_are_replaced_one_by_one(lm: SDMLanguageModel) -> Non
     assert lm.folder is not None
     assert load_search_certificates(lm.folder / "sdm") == (two, again)
     assert one not in lm.search_certificates
+    cut = known(lm, again.policy, sampling=lm.sampling(5))  # with other settings of generation it is another search
+    assert with_certificate([two, again], cut) == (two, again, cut)
     path = lm.folder / "sdm" / "search_certificates.json"
     path.write_text(path.read_text().replace('"budget": 2', '"budget": 3'))
     with pytest.raises(ValueError, match="is damaged"):
@@ -268,6 +309,12 @@ def test_the_server_searches_as_certified(lm: SDMLanguageModel) -> None:
     assert not any(v.verified for v in searched(3))
     for other in (searched(1), searched(None, lm.sampling(temperature=0.5))):
         assert not any(v.calibrated for v in other)
+    # A calibration of the same search, from before the certificate, decides nothing any more.
+    lm.answer_certificate = None
+    calibrate_search(lm, calibration_rows(), HOT, save=False, progress=False)
+    lm.answer_certificate = single
+    judged = worker.search(list(prompts), lm.sampling(), 3, 0, lm.alpha, 0)
+    assert all(one.region == lm.estimator.region(lm.alpha).to_dict() for one in judged)
 
 
 def test_a_search_without_further_tries_is_plain_generation(lm: SDMLanguageModel) -> None:
@@ -447,3 +494,25 @@ def test_files_that_the_model_was_made_with_are_refused(
     assert main(certify) == 2
     assert "was trained or calibrated with" in capsys.readouterr().err
     assert load_certificate(lm.folder / "sdm") == lm.answer_certificate
+
+
+# benchmarks/certified_search.py
+
+
+def test_the_benchmark_searches_as_the_model_does(lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # it imports another benchmark
+    module = benchmark("certified_search")
+    rows = marked_rows(60, seed=11)
+    single = lm.answer_certificate
+    assert single is not None
+    lm.answer_certificate = dataclasses.replace(single, rule=stricter(single.rule))
+    finals = module.policies(lm, rows)
+    for kind, budget in (("resample", 1), ("resample", 4), ("continue", 2)):
+        policy = SearchPolicy(kind, budget, module.TEMPERATURE)
+        found = lm.generate([row["prompt"] for row in rows], search=policy, progress=False)
+        one = finals[f"{kind}, budget {budget}"]
+        assert one.tokens.tolist() == [v.completion_tokens for v in found]
+        assert one.evidence.labels.tolist() == [v.text == row["chosen"] for v, row in zip(found, rows, strict=True)]
+    assert finals["resample, budget 4"].tokens.sum() > finals["plain"].tokens.sum()
+    assert (finals["best of 5 by the SDM layer"].tokens >= finals["resample, budget 4"].tokens).all()
+    assert module.certified(finals["plain"], 0.99, splits=2)["verified_right"] is None  # too few rows for anything

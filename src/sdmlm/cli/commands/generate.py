@@ -52,7 +52,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_writing(parser: argparse.ArgumentParser, preparing: bool = False, required: bool = False) -> None:
     """Sampling options. To calibrate or certify a search there is no --seed. `required`: whether --search is."""
-    group = parser.add_argument_group("search, of a language model" if preparing and not required else "generation")
+    if preparing and not required:
+        what = "certify the final answers of a search, for the same options of sdmlm generate"
+        group = parser.add_argument_group("search, of a language model", what)
+    else:
+        group = parser.add_argument_group("generation")
     group.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (as the SDM layer was fitted)"
     )
