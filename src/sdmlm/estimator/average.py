@@ -10,7 +10,7 @@ the two are exchangeable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,16 +113,17 @@ class AveragedLayers(Regions):
         logs, d, nearest = (torch.zeros(len(x), dtype=torch.float64) for _ in range(3))
         z = torch.zeros(len(x), self.layers[0].n_classes, dtype=torch.float64)
         at = torch.full((len(x),), -1)
-        known = torch.full((len(x),), -1) if exclude is None else exclude.cpu().long()
-        if len(known) and not -1 <= int(known.min()) <= int(known.max()) < n_fitted + self._joined:
+        known = None if exclude is None else exclude.cpu().long()
+        if (
+            known is not None
+            and len(known)
+            and not -1 <= int(known.min()) <= int(known.max()) < n_fitted + self._joined
+        ):
             raise ValueError(f"exclude holds indices outside -1..{n_fitted + self._joined - 1}: see support_index.")
-        fitted = (known >= 0) & (known < n_fitted)
         for repeat in range(repeats):
-            by = torch.full((len(x),), repeat * self.folds)
-            by[fitted] = self._unseen_by[repeat, known[fitted]]
-            for i in by.unique().tolist():
-                layer, rows, own = self.layers[i], slice(None) if exclude is None else by == i, None
-                if exclude is not None:
+            for i, rows in self._scored_by(repeat, known):
+                layer, own = self.layers[i], None
+                if known is not None:
                     entry = known[rows] - n_fitted + len(layer.support_ids) - self._joined
                     own = torch.where(known[rows] >= n_fitted, entry, -1).to(x.device)
                 z_layer, match, d_layer = layer.signals(x[rows], own, self._cdfs[repeat] or layer.cdf)
@@ -133,6 +134,18 @@ class AveragedLayers(Regions):
                 if i == 0:  # `nearest` is an index in the support of the first layer
                     at[rows] = match.nearest
         return z, SupportMatch(torch.expm1(logs), nearest, at), d
+
+    def _scored_by(self, repeat: int, known: Tensor | None) -> Iterator[tuple[int, slice | Tensor]]:
+        """The layers of a partition that score points (`exclude`, or None), each with the rows of its points."""
+        first = repeat * self.folds
+        if known is None:
+            yield first, slice(None)
+            return
+        fitted = (known >= 0) & (known < len(self.calibration_ids))
+        by = torch.full((len(known),), first)
+        by[fitted] = self._unseen_by[repeat, known[fitted]]
+        for i in by.unique().tolist():
+            yield i, by == i
 
     def add(self, x: Tensor, labels: Tensor, ids: list[Any]) -> None:
         """Add labelled points to the support of every layer."""

@@ -125,7 +125,7 @@ class SupportSet:
         predictions = integers(predictions, "predictions", vectors)
         excluded = self._excluded_rows(exclude, vectors)
         with contextlib.suppress(TooClose):
-            if (few := self._few(vectors, excluded)) is not None:
+            if (few := self._few(vectors, None if exclude is None else excluded)) is not None:
                 q, distance, nearest = map(torch.from_numpy, few.match(predictions.numpy()))
                 q = q if self.max_q is None else q.clamp_(max=self.max_q)
                 return SupportMatch(q, distance.sqrt_(), nearest)
@@ -168,7 +168,7 @@ class SupportSet:
         classes = integers(classes, "classes", vectors)
         excluded = self._excluded_rows(exclude, vectors)
         with contextlib.suppress(TooClose):
-            if (few := self._few(vectors, excluded)) is not None:
+            if (few := self._few(vectors, None if exclude is None else excluded)) is not None:
                 own, other = torch.from_numpy(few.nearest_by_class(classes.numpy())).sqrt_()
                 return own, other
         squares = torch.empty(2, len(vectors), dtype=torch.float64, device=vectors.device)
@@ -206,13 +206,13 @@ class SupportSet:
                 return ask(queries)
         return ask(_Queries(self, vectors, excluded, torch.float64))
 
-    def _few(self, vectors: Tensor, excluded: Tensor) -> FewQueries | None:
+    def _few(self, vectors: Tensor, excluded: Tensor | None) -> FewQueries | None:
         """The search for few queries; None for many, elsewhere than on the CPU, or out of the range of their precision."""
         n = len(vectors)
         if not n or not len(self) or vectors.device.type != "cpu" or (n > 1 and n * len(self) > _FEW):
             return None
         queries = FewQueries(self, vectors, excluded, _slack(vectors))
-        return queries if _in_range(queries.squares) else None
+        return queries if queries.least >= _LEAST and queries.most <= _MOST else None
 
     def _queries(self, vectors: ArrayLike | Tensor) -> Tensor:
         vectors = as_vectors(vectors).to(self._vectors)
@@ -240,11 +240,6 @@ def _slack(vectors: Tensor) -> float:
     return float(2 * _SIGMAS * vectors.shape[1] ** 0.5 * torch.finfo(vectors.dtype).eps / 2)
 
 
-def _in_range(squares: Tensor) -> bool:
-    """Whether products in float32 keep their relative precision at these squared norms."""
-    return bool(((squares >= _LEAST) & (squares <= _MOST)).all())
-
-
 def _nearest_of(spans: tuple[tuple[int, int], ...]) -> Callable[[_Queries], Any]:
     return lambda queries: queries.nearest(*spans)[0]
 
@@ -262,7 +257,7 @@ class _Queries:
         self.norm = norm.double()
         squares = norm + support._largest
         self.slack = _slack(self.near) * squares
-        self.in_range = _in_range(squares)
+        self.in_range = bool(((squares >= _LEAST) & (squares <= _MOST)).all())
 
     def full(self, value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((self.n,), value, dtype=dtype, device=self.near.device)

@@ -28,21 +28,22 @@ class TooClose(Exception):
 class FewQueries:
     """Approximate squared distances of queries (n, M) to all arranged rows of a support on the CPU.
 
-    `excluded` (n,): the arranged row that each query ignores, -1 for none. `slack`: the support's bound on the rounding errors
+    `excluded` (n,): the arranged row that each query ignores, -1 for none. `least` and `most` bound the squared norms. `slack`: the support's bound on the rounding errors
     of two approximate distances together, as a share of the squared norms.
     """
 
-    def __init__(self, support: SupportSet, vectors: Tensor, excluded: Tensor, slack: float) -> None:
+    def __init__(self, support: SupportSet, vectors: Tensor, excluded: Tensor | None, slack: float) -> None:
         self._support, self._vectors = support, vectors
         near = vectors if support._shift is None else vectors - support._shift
-        norms = near.square().sum(dim=1)
-        self.squares = norms + support._largest
+        self._norms: NDArray[Any] = near.square().sum(dim=1).numpy()
+        squares = self._norms + support._largest
+        self.least, self.most, self._slack = squares.min(), squares.max(), slack * squares
         # Without the queries' own norms, which are the same along a row.
         self._distances: NDArray[Any] = torch.addmm(support._norms, near, support._near.T, alpha=-2.0).numpy()
-        ignored = excluded.numpy()
-        some = np.flatnonzero(ignored >= 0)
-        self._distances[some, ignored[some]] = np.inf
-        self._norms, self._slack = norms.double().numpy(), (slack * self.squares).numpy()
+        if excluded is not None:
+            ignored = excluded.numpy()
+            some = np.flatnonzero(ignored >= 0)
+            self._distances[some, ignored[some]] = np.inf
         self._largest = np.finfo(self._distances.dtype).max  # an excluded row is farther
         self._spans = list(support._spans.values())
         first = self._spans[0][0] if self._spans else len(support)
@@ -88,12 +89,12 @@ class FewQueries:
         n, spans = len(own), len(self._spans)
         each, starts = np.arange(n), np.array([start for start, _ in self._spans])
         # A column for each span, and a last one for queries that have no match.
-        limits = np.full((n, spans + 1), np.inf, dtype=self._distances.dtype)
-        limits[:, :spans] = np.minimum.reduceat(self._distances, starts, axis=1)
-        least = limits[each, own]
-        limits[each, own] = np.inf
-        limits[:] = limits.min(axis=1, keepdims=True)
-        limits[each, own] = least
+        least = np.full((n, spans + 1), np.inf, dtype=self._distances.dtype)
+        np.minimum.reduceat(self._distances, starts, axis=1, out=least[:, :spans])
+        mine = least[each, own]
+        least[each, own] = np.inf
+        limits = np.repeat(least.min(axis=1, keepdims=True), spans + 1, axis=1)
+        limits[each, own] = mine
         limits = self._limit(limits + self._slack[:, None])
         within = np.empty(self._distances.shape, dtype=bool)
         for i, (start, end) in enumerate(self._spans):
