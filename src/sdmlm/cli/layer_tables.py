@@ -41,9 +41,10 @@ def show_answers(out: Any, summary: dict[str, Any]) -> None:
 
 
 def show_layer(out: Any, summary: dict[str, Any]) -> None:
-    """The final SDM layer in a table and two sentences."""
+    """What is certified, then the final SDM layer in a table and two sentences."""
     from rich.text import Text
 
+    show_certificate(out, summary)
     ca = summary["calibration"]
     columns = ("verified", "points", "mean q", "accuracy", "psi", "accepted", "accuracy accepted")
     caption = (
@@ -61,7 +62,6 @@ def show_layer(out: Any, summary: dict[str, Any]) -> None:
     share = common.percent(ca["accepted"], ca["points"])
     out.print(f"alpha {summary['alpha']:g}: q'min {_number(summary['q_min'])}, balanced loss {summary['loss']:.4f}")
     out.print(f"{ca['accepted']} of {ca['points']} calibration points ({share}) lie in the high-reliability region.")
-    show_certificate(out, summary)
 
 
 def show_certificate(out: Any, summary: dict[str, Any]) -> None:
