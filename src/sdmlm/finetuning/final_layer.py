@@ -164,7 +164,7 @@ def _over_own_answers(
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)
     answers = AnswerCount(own.prompts, own.right)
-    return FinalLayer(own.estimator, answers, args.summary, "own", own.reduction, own.certificate, own.held_out)
+    return FinalLayer(own.estimator, answers, str(args.summary), "own", own.reduction, own.certificate, own.held_out)
 
 
 TRAINING_FIELDS = (
