@@ -48,6 +48,7 @@ def sdm_lm(model: str, rows: list[dict[str, str]], folder: str) -> SDMLanguageMo
         args = SDMConfig(
             output_dir=folder,
             max_new_tokens=NEW_TOKENS,
+            documents="paper",
             sdm_epochs=20,  # what a verdict costs does not depend on how well the layer is trained
             sdm_learning_rate=1e-3,
             report_to="none",
