@@ -56,7 +56,7 @@ def sdm_lm(model: str, rows: list[dict[str, str]], folder: str) -> SDMLanguageMo
         )
         lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         encoder = Encoder(AutoTokenizer.from_pretrained(model), max_length=256)
-        estimator = fit_final_layer(lm, encoder, rows, args)
+        estimator = fit_final_layer(lm, encoder, rows, args).estimator
         lm.save_pretrained(folder)
         encoder.tokenizer.save_pretrained(folder)
         save_final_layer(

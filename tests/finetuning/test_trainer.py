@@ -77,7 +77,7 @@ def test_the_final_layer_stands_alone(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     ours = trainer.fit_final_layer()
     encoder = Encoder(tiny_tokenizer(), max_length=64)
-    theirs = fit_final_layer(tiny_lm(), encoder, copy_rows(24, 1), trainer.args, progress=False)
+    theirs = fit_final_layer(tiny_lm(), encoder, copy_rows(24, 1), trainer.args, progress=False).estimator
     x = np.random.default_rng(0).normal(size=(5, 64))
     assert np.array_equal(ours.score(x).p, theirs.score(x).p)
     assert ours.documents_ == theirs.documents_

@@ -13,7 +13,7 @@ from typing import Any
 
 from sdmlm.estimator.persistence import KIND
 from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
-from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary, fit_over_calibration, save_final_layer
+from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary, fit_final_layer, save_final_layer
 from sdmlm.finetuning.layers import position_limit
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import layer_summary
@@ -72,7 +72,7 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
     config.max_new_tokens = config.max_new_tokens or completion_room(encoder, rows)
     one_or_more = threads_for(model.num_parameters())
     with one_or_more, contextlib.redirect_stdout(sys.stderr):  # a reward may print
-        layer = fit_over_calibration(model, encoder, encoded, config, reward)
+        layer = fit_final_layer(model, encoder, encoded, config, reward)
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if is_main_process():
         weights = inner_lm(model).state_dict()

@@ -78,25 +78,13 @@ def fit_final_layer(
     reward: Reward | str | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = True,
-) -> SDMEstimator:
-    """Fit the SDM layer for use over calibration rows; works for a model that was not fine-tuned, too."""
-    return fit_over_calibration(model, encoder, rows, args, reward, accelerator, progress).estimator
-
-
-def fit_over_calibration(
-    model: Any,
-    encoder: Encoder,
-    rows: Sequence[Mapping[str, Any]] | Sequence[TrainingRow],
-    args: SDMConfig,
-    reward: Reward | str | None = None,
-    accelerator: Accelerator | None = None,
-    progress: bool = True,
 ) -> FinalLayer:
-    """`fit_final_layer` with the count of right answers, and the certificate if documents="own".
+    """Fit the SDM layer for use over calibration rows; works for a model that was not fine-tuned, too.
 
-    With documents="paper" there is one document per prompt: with probability gamma_plus its positive; otherwise the
-    model's own greedy completion if that is wrong (r = 0), or else the static negative. Where a layer over own answers
-    cannot be fitted, it is fitted over these documents too, with a warning.
+    With documents="own" it is fitted over the model's own answers, and comes with a certificate. With documents="paper"
+    there is one document per prompt: with probability gamma_plus its positive; otherwise the model's own greedy completion
+    if that is wrong (r = 0), or else the static negative. Where a layer over own answers cannot be fitted, it is fitted over
+    these documents too, with a warning.
     """
     reward = load_reward(reward)
     checked = training_rows(rows, encoder, reward, "calibration")

@@ -30,7 +30,7 @@ from sdmlm.finetuning import checkpoints
 from sdmlm.finetuning.batches import padded_batches
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.evaluation import fits_states_budget, loss_by_second_pass, loss_of_states
-from sdmlm.finetuning.final_layer import AnswerCount, FinalLayer, fit_over_calibration
+from sdmlm.finetuning.final_layer import AnswerCount, FinalLayer, fit_final_layer
 from sdmlm.finetuning.layers import check_draws, fit_and_broadcast, loss_bases, position_limit, positives
 from sdmlm.finetuning.loss import sdm_loss_from_hidden, sdm_next_token_loss, shared_logit_transform
 from sdmlm.finetuning.model_setup import model_and_tokenizer, with_adapter
@@ -353,7 +353,7 @@ class SDMTrainer(SavingTrainer):
     def fit_final_layer(self) -> SDMEstimator:
         """Fit the SDM layer for use, over D_ca."""
         with self._phase("final_layer", "Fitting the final SDM layer"):
-            final = fit_over_calibration(
+            final = fit_final_layer(
                 self.model,
                 self.encoder,
                 self.encoded_calibration,
