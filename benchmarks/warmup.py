@@ -31,7 +31,6 @@ from sdmlm.tasks.word_ordering import CLOSE, OPEN
 
 KIND, VERSION = "sdmlm warm-up checkpoint", 1
 POOL = 8  # steps whose examples are drawn together and batched by length
-EASY = 0.2  # the share of the steps that begins, mostly with exercises in the given order
 
 
 def documents(encoder: Encoder, sentences: Sequence[str], seed: int, pool: int, count: int, easy: bool) -> list[Any]:
@@ -72,7 +71,7 @@ def step_loss(model: Any, batch: Sequence[tuple[list[int], int]], pad: int, used
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that goes on from it."""
-    return {name: getattr(args, name) for name in ("steps", "batch", "learning_rate", "seed", "max_words")}
+    return {name: getattr(args, name) for name in ("steps", "batch", "learning_rate", "seed", "max_words", "easy")}
 
 
 def train(model: Any, encoder: Encoder, sentences: Sequence[str], args: argparse.Namespace) -> list[float]:
@@ -87,7 +86,7 @@ def train(model: Any, encoder: Encoder, sentences: Sequence[str], args: argparse
         start = time.perf_counter()
         while (step := len(losses)) < args.steps:
             if step % POOL == 0 or not pool:
-                number, easy = step // POOL, step < EASY * args.steps
+                number, easy = step // POOL, step < args.easy * args.steps
                 made = documents(encoder, sentences, args.seed, number, POOL * args.batch, easy)
                 pool = [made[i : i + args.batch] for i in range(0, len(made), args.batch)]
                 random.Random(f"{args.seed} {number}").shuffle(pool)
@@ -152,6 +151,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--max-words", type=int, default=40, help="the longest sentence used")
+    parser.add_argument(
+        "--easy", type=float, default=0.2, help="share of the steps to begin with, mostly in the given order"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
