@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiny_lm import copy_rows, tiny_lm, tiny_tokenizer
 from tiny_sdm_lm import calibration_rows, train
 from trainer_checks import make
 
 from sdmlm import SDMConfig
 from sdmlm.cli import main
+from sdmlm.finetuning.own_answers import held_out_rows, part_rows
 
 
 def test_own_answers_with_their_likelihood_are_the_default() -> None:
@@ -55,3 +57,33 @@ def test_calibrate_keeps_the_kind_of_layer_and_its_settings(
     assert main(["calibrate", "paper", "--data", "rows.jsonl", "--force", "--documents", "own"]) == 0
     assert json.loads(Path("paper/sdm/lm.json").read_text())["summary"] == "states+likelihood"
     assert Path("paper/sdm/certificate.json").exists()
+
+
+def test_enough_rows_are_held_out_to_certify_something_if_half_are_enough() -> None:
+    assert held_out_rows(1000, 0.4, 59) == 400
+    assert held_out_rows(120, 0.4, 59) == 59
+    assert held_out_rows(118, 0.4, 59) == 59
+    assert held_out_rows(117, 0.4, 59) == 47  # not enough anyway: fit on as many as usual
+    fitted, held_out = part_rows(120, 0.4, least=59, seed=0)
+    assert (len(fitted), len(held_out)) == (61, 59)
+
+
+def test_the_dry_run_says_whether_anything_can_be_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_lm().save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    for name, rows in (("rows", copy_rows(40)), ("few", copy_rows(40, 1)), ("many", copy_rows(200, 1))):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["train", "--model", "model", "--data", "rows.jsonl", "--output", "o", "--use-cpu", "--dry-run"]
+    assert main([*command, "--calibration", "few.jsonl"]) == 0
+    out, err = capsys.readouterr()
+    assert "Certificate: 16 calibration rows are held out for it; 59 are the least" in " ".join(out.split())
+    assert "nothing can be certified at this alpha: give at least 118, or choose a lower --alpha" in err
+    assert main([*command, "--calibration", "many.jsonl"]) == 0
+    out, err = capsys.readouterr()
+    assert "Certificate: 80 calibration rows" in " ".join(out.split())
+    assert "certified" not in err
+    assert main([*command, "--calibration", "few.jsonl", "--documents", "paper"]) == 0
+    assert "ertificate" not in "".join(capsys.readouterr())

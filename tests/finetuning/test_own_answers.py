@@ -140,11 +140,11 @@ def test_the_certificate_at_another_alpha() -> None:
 
 
 def test_the_parts_are_disjoint_and_the_same_for_a_seed() -> None:
-    fitted, held_out = part_rows(10, 0.4, seed=3)
+    fitted, held_out = part_rows(10, 0.4, least=0, seed=3)
     assert sorted(fitted + held_out) == list(range(10))
     assert len(held_out) == 4
-    assert part_rows(10, 0.4, seed=3) == (fitted, held_out)
-    assert part_rows(10, 0.4, seed=4) != (fitted, held_out)
+    assert part_rows(10, 0.4, least=0, seed=3) == (fitted, held_out)
+    assert part_rows(10, 0.4, least=0, seed=4) != (fitted, held_out)
 
 
 def test_an_lm_that_is_always_right_or_wrong_is_told() -> None:

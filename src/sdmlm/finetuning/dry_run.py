@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sdmlm.estimator.acceptance import least_points
 from sdmlm.finetuning.layers import check_draws, positives
 from sdmlm.finetuning.loss import CHUNK_NUMEL
+from sdmlm.finetuning.own_answers import held_out_rows
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import TrainingRun
 from sdmlm.language_model.encoding import IGNORED, Encoded, Encoder
@@ -39,6 +41,7 @@ def dry_run(run: TrainingRun) -> DryRun:
         "documents": {name: {"positive": sum(p), "negative": len(p) - sum(p)} for name, p in positive.items()},
         "memory": _memory(run, pairs),
         "steps": run.steps(),
+        "certificate": _certificate(run),
     }
     return DryRun(summary, pairs, positive["train"])
 
@@ -81,6 +84,15 @@ def _encode_all(run: TrainingRun) -> tuple[list[Pair | None], dict[str, Any]]:
 
 def _pair(encoder: Encoder, row: PreferenceRow) -> Pair:
     return encoder.encode(row["prompt"], row["chosen"], True), encoder.encode(row["prompt"], row["rejected"], False)
+
+
+def _certificate(run: TrainingRun) -> dict[str, int] | None:
+    """How many calibration rows will be held out for the certificate, and the least that can certify anything."""
+    config = run.config
+    if config.documents != "own" or config.alpha == 1:  # which nothing can certify
+        return None
+    least = least_points(config.alpha, config.certificate_delta)
+    return {"held_out": held_out_rows(len(run.calibration), config.certificate_share, least), "least": least}
 
 
 def _memory(run: TrainingRun, pairs: list[Pair | None]) -> dict[str, int]:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from sdmlm.errors import NoOwnAnswers
-from sdmlm.estimator.acceptance import Evidence
+from sdmlm.estimator.acceptance import Evidence, least_points
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.own_documents import OwnDocument, Rows, greedy_answers, more_documents, unique_names
@@ -51,18 +51,25 @@ class OwnLayer:
         return certify_answers(self.known, self.fresh, alpha=alpha, usual=now.usual, **how)
 
 
-def part_rows(n: int, share: float, seed: int) -> tuple[list[int], list[int]]:
+def part_rows(n: int, share: float, least: int, seed: int) -> tuple[list[int], list[int]]:
     """Rows to fit on, and rows held out for the certificate; the same seed gives the same split."""
     order = np.random.default_rng([seed, 5]).permutation(n).tolist()
-    held_out = round(n * share)
+    held_out = held_out_rows(n, share, least)
     return sorted(order[held_out:]), sorted(order[:held_out])
+
+
+def held_out_rows(n: int, share: float, least: int) -> int:
+    """How many rows are held out: the share of them, but `least`, the least that can certify anything, if half of them are enough."""
+    asked = round(n * share)
+    return least if asked < least <= n // 2 else asked
 
 
 def fit_over_own_answers(
     model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool = True
 ) -> OwnLayer:
     """Fit the SDM layer on own answers to some of the rows, and certify it with those to the others."""
-    fitted, held_out = part_rows(len(rows), args.certificate_share, args.seed)
+    least = least_points(args.alpha, args.certificate_delta)
+    fitted, held_out = part_rows(len(rows), args.certificate_share, least, args.seed)
     answers = greedy_answers(model, encoder, rows, args, reward, room, progress)
     known = [answers[i] for i in fitted]
     documents = [*known, *more_documents(model, encoder, rows, known, args, reward, room, progress)]

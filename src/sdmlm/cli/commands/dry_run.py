@@ -96,6 +96,20 @@ def _show_summary(out: Any, summary: dict[str, Any]) -> None:
               f"logits {_size(memory['logits'])}: {_size(memory['total'])} and the activations, without sharding.")  # fmt: skip
     out.print(f"Steps: {steps['per_epoch']} per epoch with batches of {steps['batch']}, {steps['total']} in total; about "
               f"{steps['generations_per_epoch']} generations per epoch from the second on.")  # fmt: skip
+    _show_certificate(out, summary["certificate"])
+
+
+def _show_certificate(out: Any, certificate: dict[str, int] | None) -> None:
+    if certificate is None:
+        return
+    held_out, least = certificate["held_out"], certificate["least"]
+    out.print(
+        f"Certificate: {held_out} calibration rows are held out for it; {least} are the least, and more are better."
+    )
+    if held_out < least:
+        common.warn(
+            f"With so few calibration rows nothing can be certified at this alpha: give at least {2 * least}, or choose a lower --alpha."
+        )
 
 
 def _size(size: float) -> str:
