@@ -10,7 +10,7 @@ region     the paper's documents and states, `--draws` draws of the documents: t
            by the region of the papers, by alpha; AUROC and AURC of the SDM output for Yes; the mean of q
 certified  own answers and likelihood (docs/method.md, 9): the share that is verified under the certificate, by alpha
 
-Runs that stand in the output file are not made again. `--keep` saves the fine-tuned models.
+Runs that stand in the output file are not made again. `--keep` saves the fine-tuned models. A table of all runs ends the output.
 """
 
 from __future__ import annotations
@@ -192,6 +192,31 @@ def read(path: Path, limit: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][:limit]
 
 
+def table(runs: Sequence[Mapping[str, Any]], test: str) -> str:
+    """One line per run: shares accepted by the region (means over the draws) and by the certificate, on one test set."""
+    head = (
+        "form", "seed", "right", *(f"region {a:g}" for a in ALPHAS), "right of 0.9", "AUROC", "AURC", "mean q",
+        *(f"certified {a:g}" for a in ALPHAS[2:]), "right of 0.95", "AUROC",
+    )  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for run in sorted(runs, key=lambda one: (one["form"], one["seed"])):
+        draws, sure = [one[test] for one in run["region"]], run["certified"][test]
+        shares = np.mean([one["accepted"] for one in draws], axis=0)
+        right = np.mean([one["verdicts_right"] for one in draws], axis=0)
+        means = [float(np.mean([one[name] for one in draws])) for name in ("auroc", "aurc", "mean_q")]
+        lines.append((
+            run["form"], str(run["seed"]), f"{run['right'][test]:.1%}", *(f"{share:.1%}" for share in shares),
+            _share(right[2], shares[2]), f"{means[0]:.3f}", f"{means[1]:.4f}", f"{means[2]:.0f}",
+            *(f"{share:.1%}" for share in sure["accepted"][2:]), _share(sure["right"][3], sure["accepted"][3]),
+            f"{sure['auroc']:.3f}",
+        ))  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
 def optimiser_options(parser: argparse.ArgumentParser) -> None:
     """The options that `fine_tune` needs; the defaults are for the demo's model."""
     parser.add_argument("--model", default="demo", help="a folder, or demo")
@@ -253,6 +278,9 @@ def main() -> None:
             print(
                 form, seed, "right", run["right"], "region", shares, "certified", sure, run["cpu_seconds"], flush=True
             )
+    runs = json.loads(args.output.read_text(encoding="utf-8"))["runs"]
+    for test in args.tests:
+        print(f"\n{test}\n{table(runs, test)}")
 
 
 if __name__ == "__main__":
