@@ -22,6 +22,13 @@ from safetensors.torch import load_file
 from script_checks import run_script
 
 HERE = Path(__file__).parents[1]
+OWN: dict[str, Any] = {
+    "loss": "ce",
+    "hard_negatives": False,
+    "num_train_epochs": 1,
+    "documents": "own",
+    "summary": None,
+}
 # name: (processes, FSDP, settings). 56 rows in steps of 16: the last has 8, so one of two processes has none of them.
 RUNS: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "one": (1, False, {}),
@@ -32,6 +39,8 @@ RUNS: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "fsdp ce": (2, True, {"loss": "ce"}),
     "one dropped": (1, False, {"loss": "ce", "dataloader_drop_last": True}),
     "ddp dropped": (2, False, {"loss": "ce", "dataloader_drop_last": True}),
+    "ddp own": (2, False, OWN),
+    "fsdp own": (2, True, OWN),
 }
 RESUMED = ("ddp", "fsdp")  # killed after step 7 and resumed, beside
 
@@ -87,6 +96,7 @@ def _train(folder: Path, world: int, fsdp: bool, settings: dict[str, Any], kill:
         "type": str(trainer.accelerator.distributed_type),
         "log": trainer.state.log_history,
         "fits": fits,
+        "final": [trainer.final_layer.documents, trainer.estimator.digest()],
         "layers": digests,
         "attempts": sorted([a["row"], a["body"]] for a in trainer.negatives.state_dict()["attempts"]),
     }
@@ -226,6 +236,18 @@ def test_the_saved_folder_is_a_plain_model_with_its_layer(runs: Path, kind: str)
     facts = json.loads((folder / "sdm" / "lm.json").read_text())
     assert facts["fingerprint"] == fingerprint(model.state_dict())
     assert SDMEstimator.from_pretrained(folder / "sdm").n_features_in_ == 64
+
+
+def test_all_processes_fit_the_same_layer_over_own_answers(runs: Path) -> None:
+    """Under FSDP no process can write answers alone, so the layer is the paper's there."""
+    from sdmlm.language_model.answer_rule import load_certificate
+
+    for kind, documents in (("ddp", "own"), ("fsdp", "paper")):
+        first, second = (_facts(runs, f"{kind} own", rank)["final"] for rank in (0, 1))
+        assert first == second
+        assert first[0] == documents
+        certificate = load_certificate(runs / f"{kind} own" / "final" / "sdm")
+        assert (certificate is not None) == (documents == "own")
 
 
 if __name__ == "__main__":
