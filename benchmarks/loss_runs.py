@@ -66,6 +66,7 @@ def fine_tune(
         tempfile.mkdtemp(),
         seed=seed,
         loss="ce" if cross_entropy else "sdm",
+        gamma_other=0.0,  # the paper's negatives
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=args.accumulate,
         learning_rate=args.learning_rate,

@@ -73,6 +73,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> SDMConfig:
         "sdm_learning_rate": 1e-2,
         "alpha": 0.8,
         "documents": "paper",
+        "gamma_other": 0.0,
         "logging_steps": 1,
         "use_cpu": True,
         "report_to": "none",

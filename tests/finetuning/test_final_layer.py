@@ -14,6 +14,7 @@ from trainer_checks import make
 from sdmlm import SDMConfig
 from sdmlm.cli import main
 from sdmlm.finetuning.own_answers import held_out_rows, part_rows
+from sdmlm.finetuning.settings import read_settings
 
 
 def test_own_answers_with_their_likelihood_are_the_default() -> None:
@@ -87,3 +88,16 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
     assert "certified" not in err
     assert main([*command, "--calibration", "few.jsonl", "--documents", "paper"]) == 0
     assert "ertificate" not in "".join(capsys.readouterr())
+
+
+def test_a_run_begun_with_other_defaults_keeps_them_when_it_is_resumed() -> None:
+    settings = {"model": "m", "data": "d", "output": "o", "seed": 3}
+    now = {"gamma_other": 0.2, "documents": "own", "summary": "states+likelihood"}
+    paper = {"gamma_other": 0.0, "documents": "paper", "summary": "states"}
+    for config, kept in (({}, paper), (now, now)):  # a record of an older version, and of this one
+        resumed = read_settings({}, record={"settings": settings, "config": config}, resume=True)
+        assert {name: getattr(resumed.config, name) for name in kept} == kept
+        again = read_settings(dict(kept), record={"settings": settings, "config": config}, resume=True)
+        assert again.config.documents == kept["documents"]
+    with pytest.raises(ValueError, match=r"gamma_other was 0\.0 and is now 0\.5"):
+        read_settings({"gamma_other": 0.5}, record={"settings": settings, "config": {}}, resume=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 VERIFIED, COMPARISON = "verified", "answers.json"
 ALPHA = 0.95
-LAYER: dict[str, Any] = {"alpha": ALPHA, "summary": "states+likelihood", "documents": "own"}
+LAYER: dict[str, Any] = {"alpha": ALPHA, "documents": "own"}
 LOOKED_AT = 300  # examples are chosen among this many answers
 READING = (
     "Which score tells the language model's right answers from its wrong ones? Each gets the same certificate: the loosest "

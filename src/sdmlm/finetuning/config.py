@@ -47,8 +47,9 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
         Probabilities that a prompt is represented by its positive, that a negative is generated, and that a generated
         negative is used.
     gamma_other, gamma_revise : float
-        Not in the paper: probabilities that a negative is the right answer to another prompt, and, from the second epoch,
-        that it is followed by the right answer in the same turn, for the search "continue".
+        Not in the paper: probabilities that a negative is the right answer to another prompt, so that the model learns to read
+        the prompt when it judges, and, from the second epoch, that a negative is followed by the right answer in the same turn,
+        for the search "continue".
     temperature, num_generations, max_new_tokens : float, int, int or None
         How negatives are generated; by default one greedy generation, with room for the longest completion of the data.
     max_length, truncate_prompt : int or None, bool
@@ -128,7 +129,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     gamma_gen: float = field(default=0.5, metadata={"help": "Probability that a negative is generated."})
     gamma_diversity: float = field(default=0.5, metadata={"help": "Probability that a generated negative is used."})
     gamma_other: float = field(
-        default=0.0,
+        default=0.2,
         metadata={"help": "Probability that a negative is the right answer to another prompt; not in the paper."},
     )
     gamma_revise: float = field(

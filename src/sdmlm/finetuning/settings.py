@@ -34,6 +34,8 @@ MAY_CHANGE_ON_RESUME = {
     "output", "data", "calibration", "task", "tests", "setting",
     "report_to", "run_name", "disable_tqdm", "save_total_limit", "dataloader_num_workers",
 }  # fmt: skip
+# Defaults of older versions, which a run that was begun with them keeps when it is resumed.
+OLD_DEFAULTS = {"gamma_other": 0.0, "documents": "paper", "summary": "states"}
 _MAY_CHANGE_PREFIXES = ("logging_", "log_", "hub_")
 
 
@@ -113,7 +115,9 @@ def read_settings(
     asked = recipe.typed(given, types)
     if recipe_file:
         asked = recipe.typed(recipe.read_recipe(recipe_file), types, recipe_file) | asked
-    before: dict[str, Any] = record["settings"] if record else {}
+    before: dict[str, Any] = {}
+    if record:
+        before = {name: record["config"].get(name, old) for name, old in OLD_DEFAULTS.items()} | record["settings"]
     for name, value in asked.items():
         old = before.get(name, recipe.field_default(name))
         if record and value != old and not may_change_on_resume(name):
