@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_lm import copy_rows, tiny_lm, tiny_tokenizer
@@ -13,8 +14,11 @@ from trainer_checks import make
 
 from sdmlm import SDMConfig
 from sdmlm.cli import main
-from sdmlm.finetuning.own_answers import held_out_rows, part_rows
-from sdmlm.finetuning.settings import read_settings
+from sdmlm.errors import NoOwnAnswers
+from sdmlm.experiments.planning import first_difference
+from sdmlm.finetuning.final_layer import fit_final_layer
+from sdmlm.finetuning.own_answers import held_out_rows, part_rows, rows_for_certificate
+from sdmlm.finetuning.settings import defaults_of, read_settings
 
 
 def test_own_answers_with_their_likelihood_are_the_default() -> None:
@@ -29,6 +33,10 @@ def test_a_reward_that_calls_everything_right_gets_the_papers_layer(tmp_path: Pa
     trainer = make(tmp_path, reward_funcs=lambda prompts, completions, **_: [1] * len(prompts), documents="own")
     with pytest.warns(UserWarning, match="too few wrong answers.* is the paper's instead, without a certificate"):
         trainer.fit_final_layer()
+    with pytest.raises(NoOwnAnswers, match="give more rows, or check the reward"):  # where it is not the end of a run
+        fit_final_layer(
+            trainer.model, trainer.encoder, trainer.calibration_rows, trainer.args, trainer.reward, progress=False
+        )
     assert trainer.final_layer is not None
     assert (trainer.final_layer.documents, trainer.final_layer.certificate) == ("paper", None)
 
@@ -61,6 +69,7 @@ def test_calibrate_keeps_the_kind_of_layer_and_its_settings(
 
 
 def test_enough_rows_are_held_out_to_certify_something_if_half_are_enough() -> None:
+    assert rows_for_certificate(0.95, 0.05, 0.1) == 73
     assert held_out_rows(1000, 0.4, 59) == 400
     assert held_out_rows(120, 0.4, 59) == 59
     assert held_out_rows(118, 0.4, 59) == 59
@@ -80,8 +89,8 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
     command = ["train", "--model", "model", "--data", "rows.jsonl", "--output", "o", "--use-cpu", "--dry-run"]
     assert main([*command, "--calibration", "few.jsonl"]) == 0
     out, err = capsys.readouterr()
-    assert "Certificate: 16 calibration rows are held out for it; 59 are the least" in " ".join(out.split())
-    assert "nothing can be certified at this alpha: give at least 118, or choose a lower --alpha" in err
+    assert "Certificate: 16 calibration rows are held out for it; 73 are the least" in " ".join(out.split())
+    assert "nothing can be certified at this alpha: give at least 146, or choose a lower --alpha" in err
     assert main([*command, "--calibration", "many.jsonl"]) == 0
     out, err = capsys.readouterr()
     assert "Certificate: 80 calibration rows" in " ".join(out.split())
@@ -101,3 +110,18 @@ def test_a_run_begun_with_other_defaults_keeps_them_when_it_is_resumed() -> None
         assert again.config.documents == kept["documents"]
     with pytest.raises(ValueError, match=r"gamma_other was 0\.0 and is now 0\.5"):
         read_settings({"gamma_other": 0.5}, record={"settings": settings, "config": {}}, resume=True)
+
+
+def test_replicate_compares_runs_by_the_defaults_they_were_begun_with() -> None:
+    given = {"loss": "ce", "model": "m"}
+
+    def difference(config: dict[str, Any], recipe: dict[str, Any]) -> str | None:
+        return first_difference(defaults_of({"config": config}) | given, given | recipe)
+
+    now = {"gamma_other": 0.2, "documents": "own", "summary": "states+likelihood"}
+    assert difference({}, {"gamma_other": 0.0, "documents": "paper"}) is None  # a run of an older version
+    assert difference({}, {}) == "gamma_other"
+    assert difference({}, {"gamma_other": 0.0}) == "documents"
+    assert difference(now, {}) is None
+    assert difference(now, {"documents": "own"}) is None
+    assert difference(now, {"summary": "states"}) == "summary"

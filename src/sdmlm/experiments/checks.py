@@ -13,6 +13,7 @@ from sdmlm.experiments.evaluate import check_test_rows, load_task
 from sdmlm.experiments.planning import PlannedRun, first_difference
 from sdmlm.experiments.runs import evaluated_task
 from sdmlm.finetuning import recipe
+from sdmlm.finetuning.settings import defaults_of
 from sdmlm.storage.record import read_record
 
 
@@ -81,9 +82,10 @@ def check_stored(planned: Sequence[PlannedRun], folder: str | Path) -> None:
 
 def _check_same(one: PlannedRun, record: dict[str, Any]) -> None:
     """Refuse to continue a run of other settings or other rows."""
-    name = first_difference(record["settings"], one.settings)
+    before = defaults_of(record) | record["settings"]
+    name = first_difference(before, one.settings)
     if name is not None:
-        old, new = (s.get(name, recipe.field_default(name)) for s in (record["settings"], one.settings))
+        old, new = (s.get(name, recipe.field_default(name)) for s in (before, one.settings))
         if name == "reward" and old is None:
             raise ValueError(
                 f"{one.folder} was calibrated by exact match, as recipes without a reward once were, and not by {new}. Give "
@@ -101,7 +103,7 @@ def _check_others(one: PlannedRun) -> None:
     for folder in sorted(one.folder.parent.glob("seed-*")):
         if folder == one.folder or (record := read_record(folder)) is None:
             continue
-        name = first_difference({**record["settings"], "seed": one.seed}, one.settings)
+        name = first_difference({**defaults_of(record), **record["settings"], "seed": one.seed}, one.settings)
         if name is not None:
             raise ValueError(
                 f"{folder} is a run of another recipe ({name} differs from {one.recipe}): runs of one setting may differ in "

@@ -153,6 +153,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: Sequence[str] = ()) -> str | None:
     """The first setting in which two runs differ, without settings that a resumed run may change, except those in `counted`."""
+    one, other = _with_summary(one), _with_summary(other)
     for name in {**one, **other}:
         # No record keeps a token, so tokens cannot be compared.
         free = (may_change_on_resume(name) and name not in counted) or name.endswith("_token")
@@ -160,3 +161,11 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], counted: 
         if not free and one.get(name, default) != other.get(name, default):
             return name
     return None
+
+
+def _with_summary(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the summary that goes with their documents, if they name none."""
+    from sdmlm.language_model.likelihood import default_summary
+
+    documents = settings.get("documents", recipe.field_default("documents"))
+    return {**settings, "summary": settings.get("summary") or default_summary(documents)}

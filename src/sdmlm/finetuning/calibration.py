@@ -21,7 +21,6 @@ from sdmlm.finetuning.threads import threads_for
 from sdmlm.finetuning.training_rows import completion_room, encode_rows
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import inner_lm
-from sdmlm.language_model.likelihood import STATES
 from sdmlm.language_model.loading import load_lm, load_tokenizer
 from sdmlm.language_model.rows import read_preferences
 from sdmlm.language_model.sdm_folder import LM_FILE
@@ -110,7 +109,8 @@ def _present_settings(model: str) -> dict[str, Any]:
         settings |= {"reward": metadata["reward"]} if "reward" in metadata else {}
         if metadata["training"] is not None:
             settings |= {name: metadata["training"][name] for name in ("gamma_plus", "seed")}
-        settings |= {"documents": metadata.get("documents", "paper"), "summary": metadata.get("summary", STATES)}
+        settings["documents"] = "own" if "own" in metadata else metadata.get("documents", "paper")
+        settings |= {"summary": metadata["summary"]} if "summary" in metadata else {}
         settings |= metadata.get("own", {})
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         parameters = json.loads((sdm / CONFIG).read_text(encoding="utf-8"))["parameters"]

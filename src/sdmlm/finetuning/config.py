@@ -18,6 +18,7 @@ from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.estimator.validation import check_parameters
 from sdmlm.finetuning.negatives import NegativePolicy, check_generations
 from sdmlm.language_model.encoding import VerificationTags
+from sdmlm.language_model.likelihood import default_summary
 
 # Which field holds a parameter of the `SDMEstimator` of each SDM layer
 LAYER_FIELDS = {
@@ -226,7 +227,7 @@ class SDMConfig(TrainingArguments):  # type: ignore[misc]
     def _check_final_layer(self) -> None:
         """Check what the final SDM layer reads and is fitted over, and fill in the summary that goes with the documents."""
         if self.summary is None:
-            self.summary = "states" if self.documents == "paper" else "states+likelihood"
+            self.summary = default_summary(self.documents)
         for name, known in (("summary", ("states", "states+likelihood")), ("documents", ("paper", "own"))):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name} is {getattr(self, name)!r} but must be "{known[0]}" or "{known[1]}".')

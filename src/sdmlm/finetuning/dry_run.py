@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sdmlm.estimator.acceptance import least_points
 from sdmlm.finetuning.layers import check_draws, positives
 from sdmlm.finetuning.loss import CHUNK_NUMEL
-from sdmlm.finetuning.own_answers import held_out_rows
+from sdmlm.finetuning.own_answers import held_out_rows, rows_for_certificate
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import TrainingRun
 from sdmlm.language_model.encoding import IGNORED, Encoded, Encoder
@@ -91,7 +90,7 @@ def _certificate(run: TrainingRun) -> dict[str, int] | None:
     config = run.config
     if config.documents != "own" or config.alpha == 1:  # which nothing can certify
         return None
-    least = least_points(config.alpha, config.certificate_delta)
+    least = rows_for_certificate(config.alpha, config.certificate_delta, config.certificate_epsilon)
     return {"held_out": held_out_rows(len(run.calibration), config.certificate_share, least), "least": least}
 
 

@@ -1,7 +1,7 @@
-"""The SDM layer that goes with a model: fitted over D_ca with generated negatives, saved as `sdm/` beside the weights.
+"""The SDM layer that goes with a model: fitted over D_ca and the model's own generations, saved as `sdm/` beside the weights.
 
-It is fitted in the same way for every model (gamma_gen = gamma_diversity = 1), whether that was fine-tuned with SDM layers,
-in another way, or not at all (docs/method.md, section 6).
+It is fitted in the same way for every model, whether that was fine-tuned with SDM layers, in another way, or not at all: over own
+answers with a certificate (docs/method.md, section 9), or over the paper's documents, with gamma_gen = gamma_diversity = 1 (section 6).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 
 from sdmlm import __version__
@@ -78,13 +78,14 @@ def fit_final_layer(
     reward: Reward | str | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = True,
+    fall_back: bool = False,
 ) -> FinalLayer:
     """Fit the SDM layer for use over calibration rows; works for a model that was not fine-tuned, too.
 
     With documents="own" it is fitted over the model's own answers, and comes with a certificate. With documents="paper"
     there is one document per prompt: with probability gamma_plus its positive; otherwise the model's own greedy completion
-    if that is wrong (r = 0), or else the static negative. Where a layer over own answers cannot be fitted, it is fitted over
-    these documents too, with a warning.
+    if that is wrong (r = 0), or else the static negative. Where a layer over own answers cannot be fitted, that is an error
+    (`NoOwnAnswers`), or with `fall_back` a warning, and the layer is the paper's.
     """
     reward = load_reward(reward)
     checked = training_rows(rows, encoder, reward, "calibration")
@@ -98,11 +99,9 @@ def fit_final_layer(
         try:
             return _over_own_answers(model, encoder, columns, args, reward, room, accelerator, progress)
         except NoOwnAnswers as error:
-            warnings.warn(
-                f"{error} The final SDM layer is the paper's instead, without a certificate: run sdmlm calibrate "
-                "--documents own on the saved model for the other.",
-                stacklevel=3,
-            )
+            if not fall_back:
+                raise
+            warnings.warn(f"{error} The final SDM layer is the paper's instead, without a certificate.", stacklevel=3)
     store = HardNegatives(policy, reward, room, tokens_per_batch=args.tokens_per_batch)
     attempts = generate_negatives(accelerator, store, model, encoder, columns, epoch=0, step=0, progress=progress)
     if not any(attempt.body is not None for attempt in attempts):
@@ -147,8 +146,19 @@ def _over_own_answers(
 ) -> FinalLayer:
     """The final layer with documents="own". Every process does the same work and gets the same layer."""
     if accelerator.distributed_type == DistributedType.FSDP:
-        raise NoOwnAnswers("Under FSDP no process holds the whole model.")
-    own = fit_over_own_answers(model, encoder, rows, args, reward, room, progress)
+        raise NoOwnAnswers(
+            "Under FSDP no process holds the whole model: for an SDM layer over own answers run sdmlm calibrate DIR --data ROWS "
+            "--force on the saved model."
+        )
+    own, failed = None, ""
+    try:
+        own = fit_over_own_answers(model, encoder, rows, args, reward, room, progress)
+    except NoOwnAnswers as error:
+        failed = str(error)
+    if accelerator.num_processes > 1:  # sampled answers may differ between GPUs, so that only some processes fail
+        failed = next((message for message in gather_object([failed]) if message), "")
+    if own is None or failed:
+        raise NoOwnAnswers(failed)
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)
     answers = AnswerCount(own.prompts, own.right)
@@ -156,8 +166,8 @@ def _over_own_answers(
 
 
 TRAINING_FIELDS = (
-    "loss", "hard_negatives", "gamma_plus", "gamma_gen", "gamma_diversity", "learning_rate", "num_train_epochs", "seed",
-    "alpha",
+    "loss", "hard_negatives", "gamma_plus", "gamma_gen", "gamma_diversity", "gamma_other", "gamma_revise", "learning_rate",
+    "num_train_epochs", "seed", "alpha",
 )  # fmt: skip
 OWN_FIELDS = ("own_samples", "own_temperature", "certificate_share", "certificate_delta", "certificate_epsilon")
 
@@ -196,9 +206,12 @@ def save_final_layer(
         "training": training,
         "calibrated": None if data is None else dict(data),
     }
+    if final is not None and args.documents == "own":
+        metadata["own"] = {
+            name: getattr(args, name) for name in OWN_FIELDS
+        }  # what was asked for, also where it could not be had
     if final is not None and final.documents == "own":
         metadata |= {"summary": final.summary, "documents": final.documents}
-        metadata["own"] = {name: getattr(args, name) for name in OWN_FIELDS}
         metadata |= {"calibration_rows": final.answers.prompts, "held_out": list(final.held_out)}
     save_certificate(folder, None)  # the one of an earlier layer
     metadata |= save_reduction(folder, None if final is None else final.reduction)

@@ -6,6 +6,7 @@ certified with the answers to the other part, whose prompts the layer has not se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,13 @@ def part_rows(n: int, share: float, least: int, seed: int) -> tuple[list[int], l
     return sorted(order[held_out:]), sorted(order[:held_out])
 
 
+def rows_for_certificate(alpha: float, delta: float, epsilon: float) -> int:
+    """How many held-out rows can certify something if the answers are right: `epsilon` of them may be unusual, a tenth may fail by chance."""
+    return math.ceil(1.1 * least_points(alpha, delta) / (1 - epsilon)) if alpha < 1 else 0
+
+
 def held_out_rows(n: int, share: float, least: int) -> int:
-    """How many rows are held out: the share of them, but `least`, the least that can certify anything, if half of them are enough."""
+    """How many rows are held out: the share of them, but `least`, which can certify something, if half of them are enough."""
     asked = round(n * share)
     return least if asked < least <= n // 2 else asked
 
@@ -68,7 +74,7 @@ def fit_over_own_answers(
     model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool = True
 ) -> OwnLayer:
     """Fit the SDM layer on own answers to some of the rows, and certify it with those to the others."""
-    least = least_points(args.alpha, args.certificate_delta)
+    least = rows_for_certificate(args.alpha, args.certificate_delta, args.certificate_epsilon)
     fitted, held_out = part_rows(len(rows), args.certificate_share, least, args.seed)
     answers = greedy_answers(model, encoder, rows, args, reward, room, progress)
     known = [answers[i] for i in fitted]
@@ -132,7 +138,10 @@ def _fit(
     groups = np.array([document.row for document in documents])
     for label, word in ((1, "right"), (0, "wrong")):
         if len(np.unique(groups[labels == label])) < LEAST_PROMPTS:
-            raise NoOwnAnswers(f"The calibration rows give too few {word} answers for an SDM layer over own answers.")
+            raise NoOwnAnswers(
+                f"The calibration rows give too few {word} answers for an SDM layer over own answers: give more rows, or check the "
+                "reward."
+            )
     texts: dict[int | str, str] = {
         name: encoder.decode(encoder.encode_for_judging(rows[d.row]["prompt"], d.body))
         for name, d in zip(names, documents, strict=True)

@@ -24,6 +24,7 @@ from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.settings import RunSettings
 from sdmlm.finetuning.trainer import SDMTrainer
 from sdmlm.finetuning.training_rows import TrainingRow, encode_rows
+from sdmlm.language_model.answer_rule import load_certificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.loading import load_by_name, load_lm, load_tokenizer, model_path
 from sdmlm.language_model.rows import PreferenceRow, PreferenceRows, read_preferences
@@ -258,8 +259,11 @@ def finished_summary(record: Mapping[str, Any], output: Path) -> dict[str, Any]:
     `sdmlm calibrate` may have replaced the layer since.
     """
     config = SDMConfig(output_dir=None, report_to="none", verification_tags=record["config"]["verification_tags"])
-    layer = SDMEstimator.from_pretrained(output / SDM_FOLDER)
-    return {**record["summary"], **layer_summary(layer, config.tags())}
+    layer, certificate = SDMEstimator.from_pretrained(output / SDM_FOLDER), load_certificate(output / SDM_FOLDER)
+    if certificate is not None and certificate.rule.estimator != layer.digest():
+        certificate = None  # of another layer
+    certified = {"certificate": certificate_summary(certificate)}
+    return {**record["summary"], **certified, **layer_summary(layer, config.tags())}
 
 
 def layer_summary(layer: SDMEstimator, tags: VerificationTags) -> dict[str, Any]:

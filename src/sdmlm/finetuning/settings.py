@@ -39,6 +39,11 @@ OLD_DEFAULTS = {"gamma_other": 0.0, "documents": "paper", "summary": "states"}
 _MAY_CHANGE_PREFIXES = ("logging_", "log_", "hub_")
 
 
+def defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that a recorded run was begun with, where versions differ in them."""
+    return {name: record["config"].get(name, old) for name, old in OLD_DEFAULTS.items()}
+
+
 def may_change_on_resume(name: str) -> bool:
     """Whether a resumed run may have another value of this setting."""
     return name in MAY_CHANGE_ON_RESUME or name.startswith(_MAY_CHANGE_PREFIXES)
@@ -115,17 +120,16 @@ def read_settings(
     asked = recipe.typed(given, types)
     if recipe_file:
         asked = recipe.typed(recipe.read_recipe(recipe_file), types, recipe_file) | asked
-    before: dict[str, Any] = {}
-    if record:
-        before = {name: record["config"].get(name, old) for name, old in OLD_DEFAULTS.items()} | record["settings"]
+    before: dict[str, Any] = record["settings"] if record else {}
+    begun_with = defaults_of(record) if record else {}
     for name, value in asked.items():
-        old = before.get(name, recipe.field_default(name))
+        old = before.get(name, begun_with.get(name, recipe.field_default(name)))
         if record and value != old and not may_change_on_resume(name):
             raise ValueError(f"{name} was {old!r} and is now {value!r}: --resume goes on with the settings of the run.")
     values = before | asked
     _check_required(values, resume and record is None, needs_output)
     _check_lora(values)
-    fields = {name: value for name, value in values.items() if name not in OPTIONS}
+    fields = begun_with | {name: value for name, value in values.items() if name not in OPTIONS}
     return RunSettings(values, SDMConfig(**{"report_to": "none", **fields, "output_dir": values.get("output")}))
 
 

@@ -109,6 +109,8 @@ class AnswerCertificate:
         least = least_points(self.alpha, self.rule.delta)
         if self.accepted == 0 and self.prompts < least:
             return f"even without an error {least} held-out prompts are needed; give more rows"
+        if self.right == self.prompts:
+            return "no answer was wrong, but too few answers are usual and judged right; give more rows"
         if self.rule.needed > self.prompts:
             return f"about {self.rule.needed} held-out prompts would be needed; give more rows or choose a lower alpha"
         return "the answers are too often wrong, however sure the SDM layer is; choose a lower alpha or train the model longer"

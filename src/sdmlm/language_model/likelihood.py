@@ -30,6 +30,11 @@ STATES, LIKELIHOOD = "states", "states+likelihood"  # the kinds of summary: the 
 _MOST_LOGITS = 2**26  # entries of one tensor of logits: 256 MB in float32
 
 
+def default_summary(documents: str) -> str:
+    """What the final SDM layer reads if nothing is said about it: the paper's summary goes with the paper's documents."""
+    return STATES if documents == "paper" else LIKELIHOOD
+
+
 def summary_width(kind: str, hidden_size: int) -> int:
     """The length of a summary of this kind."""
     if kind not in (STATES, LIKELIHOOD):
