@@ -15,19 +15,17 @@ import csv
 import gzip
 import io
 import json
-import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from loss_tables import RESULTS, interval, measures, pairs, stored
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from scipy.stats import t
 
 from sdmlm.experiments.published import SELECTIVE
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 Line = tuple[str, list[float]]  # what was compared, and the difference of each seed in points
 
 
@@ -40,42 +38,28 @@ def mean_share(layers: Iterable[dict[str, Any]], alpha: int, answers: int) -> fl
     return 100 * statistics.fmean(layer["admitted"][alpha] / answers for layer in layers)
 
 
-def paired(first: dict[int, float], second: dict[int, float]) -> list[float]:
-    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
-
-
 def spread_lines(path: Path, name: str) -> list[Line]:
     """From a file of benchmarks/spread.py."""
-    stored, lines = json.loads(unpacked(path)), []
-    for a, alpha in enumerate(stored["alphas"]):
+    spread, lines = json.loads(unpacked(path)), []
+    for a, alpha in enumerate(spread["alphas"]):
         shares: dict[str, dict[int, float]] = {"ce_hn": {}, "sdm_hn": {}}
-        for run in stored["runs"].values():
+        for run in spread["runs"].values():
             layers = [layer["test"] for layer in run["layers"]]
             shares[run["setting"]][run["seed"]] = mean_share(layers, a, layers[0]["answers"])
-        lines.append((f"{name}, alpha {alpha:g}", paired(shares["sdm_hn"], shares["ce_hn"])))
+        seeds = sorted(shares["sdm_hn"].keys() & shares["ce_hn"].keys())
+        lines.append((f"{name}, alpha {alpha:g}", [shares["sdm_hn"][seed] - shares["ce_hn"][seed] for seed in seeds]))
     return lines
 
 
-def form_lines(path: Path, name: str) -> list[Line]:
-    """From a file of benchmarks/loss_runs.py: each form of the SDM loss against cross-entropy."""
-    if not path.exists():
-        return []
-    stored, lines = json.loads(unpacked(path)), []
-    test = stored["settings"]["tests"][0]
-
-    def share(run: dict[str, Any], what: str, a: int) -> float:
-        of = run["region"] if what == "region" else [run["certified"]]
-        return 100 * statistics.fmean(one[test]["accepted"][a] for one in of)
-
+def form_lines(name: str, file: dict[str, Any]) -> list[Line]:
+    """From a file of benchmarks/loss_runs.py: forms of the SDM loss against cross-entropy."""
+    lines = []
     for form, words in (("sdm", "SDM loss"), ("through", "and through the verdict")):
-        for what, alpha in (("region", 0.9), ("region", 0.95), ("certified", 0.95)):
-            a = stored["alphas"].index(alpha)
-            shares: dict[str, dict[int, float]] = {"ce": {}, form: {}}
-            for run in stored["runs"]:
-                if run["form"] in shares:
-                    shares[run["form"]][run["seed"]] = share(run, what, a)
-            if differences := paired(shares[form], shares["ce"]):
-                lines.append((f"{name}, {words}, {what}, alpha {alpha:g}", differences))
+        if found := pairs(file["runs"], form):
+            for measure, value, _ in measures(file["alphas"]):
+                if measure.startswith(("region", "certified")):
+                    differences = [value(run, "test") - value(base, "test") for run, base in found]
+                    lines.append((f"{name}, {words}, {measure}", differences))
     return lines
 
 
@@ -101,12 +85,6 @@ def paper_lines() -> list[Line]:
     ]
 
 
-def interval(differences: list[float]) -> float | None:
-    """Half of the 95% interval of their mean."""
-    n = len(differences)
-    return float(t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
-
-
 def plot(lines: list[Line], path: Path) -> None:
     figure = Figure(figsize=(8, 0.32 * len(lines) + 1.1), layout="constrained")
     axes = figure.add_subplot()
@@ -129,8 +107,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     lines = spread_lines(RESULTS / "spread-demo.json.gz", "demo, open orders")
-    for model in ("demo", "stories15m", "smollm2"):
-        lines += form_lines(RESULTS / f"loss-{model}.json", f"{model}, averaged layers")
+    for model, file in stored().items():
+        lines += form_lines(f"{model}, averaged layers", file)
     lines += spread_lines(RESULTS / "spread-stories15m.json.gz", "stories15m")
     lines.append(table_line(RESULTS / "smollm2-135m.csv.gz", "SmolLM2-135M, alpha 0.95"))
     lines += paper_lines()

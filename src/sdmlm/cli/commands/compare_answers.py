@@ -13,7 +13,7 @@ from sdmlm.cli.commands.generate import opened
 from sdmlm.cli.layer_tables import REWARD_HELP, ROWS_HELP
 
 EXAMPLES = """\
-  sdmlm compare-answers runs/demo/sdm_hn --data runs/demo/data/test.jsonl --shifted runs/demo/data/shifted.jsonl
+  sdmlm compare-answers runs/demo/verified --data runs/demo/data/test.jsonl --shifted runs/demo/data/shifted.jsonl
   sdmlm compare-answers runs/lm --data fresh.jsonl --samples 0 --plot risk.png --json"""
 
 

@@ -17,7 +17,7 @@ threads: on the CPU, few points (points squared x columns below 2 billion) are f
   and far faster beside another job. More points use all cores, or as many as OMP_NUM_THREADS says."""
 EXAMPLES = """\
   sdmlm fit train.npz --output runs/estimator
-  sdmlm fit train.parquet --calibration held-out.parquet --output runs/estimator --report runs/fit.html
+  sdmlm fit train.parquet --output runs/estimator --report runs/fit.html
   sdmlm fit train.jsonl --output runs/small --exemplar-dim 128 --learning-rate 1e-3 --epochs 50 --rounds 3 --json"""
 
 
@@ -27,7 +27,7 @@ def add(subparsers: Any) -> None:
     parser = common.add_command(subparsers, "fit", help, EXAMPLES)
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to save into")
-    parser.add_argument("--calibration", metavar="FILE", help="fixed calibration split (default: random halves)")
+    parser.add_argument("--calibration", metavar="FILE", help="fixed calibration split, for --combine best or all")
     parser.add_argument("--force", action="store_true", help="replace an estimator already saved in DIR")
     parser.add_argument("--report", metavar="FILE.html", help="write an HTML report on the calibration points")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -30,7 +30,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("estimator", metavar="DIR", help="folder of a saved estimator")
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help=common.EMBEDDINGS_HELP + "; labels are optional")
     parser.add_argument("--alpha", type=float, metavar="A", help="another alpha than the one it was saved with")
-    parser.add_argument("--certificate", metavar="FILE.json", help="accept by the certified region of sdmlm certify")
+    parser.add_argument("--certificate", metavar="FILE.json", help="accept by the certificate that sdmlm certify saved")
     parser.add_argument("--output", metavar="FILE", help="write one line per row: .jsonl or .csv")
     parser.add_argument("--report", metavar="FILE.html", help="write an HTML report on these rows")
     parser.add_argument("--json", action="store_true", help="print summary and rows as JSON")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sdmlm.generation.language_model import SDMLanguageModel
 
 EXAMPLES = """\
-  sdmlm serve runs/demo/sdm_hn
+  sdmlm serve runs/demo/verified
   SDMLM_API_KEY=... sdmlm serve runs/lm --host 0.0.0.0 --port 8080
   sdmlm serve runs/lm --upstream http://127.0.0.1:8001/v1 --upstream-model big"""
 
