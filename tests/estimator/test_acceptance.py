@@ -112,7 +112,7 @@ def test_a_class_that_is_done_leaves_its_level():
 def lists(*sizes):
     """Candidates of classes 0, 1, ...: so many thresholds each, which all have the same good chance to pass."""
     return {
-        c: Candidates(-np.arange(float(n)), np.full(n, 400.0), np.zeros(n), np.full(n, 400.0))
+        c: Candidates(-np.arange(float(n)), np.full(n, 400.0), np.zeros(n), np.full(n, 400.0), np.zeros(n))
         for c, n in enumerate(sizes)
     }
 
@@ -146,7 +146,7 @@ def test_a_class_that_fails_keeps_its_level():
 
 
 def test_classes_without_a_fair_chance_come_last_at_the_full_level():
-    poor = Candidates(np.zeros(1), np.full(1, 100.0), np.full(1, 12.0), np.full(1, 100.0))
+    poor = Candidates(np.zeros(1), np.full(1, 100.0), np.full(1, 12.0), np.full(1, 100.0), np.zeros(1))
     found = {**lists(1, 1), 2: poor}
     assert poor.chances(0.9, 0.06)[0] < 0.3
     assert run([[0.0], [0.05], [0.05]], found=found)[0] == {0: 0.0, 1: 0.0, 2: 0.0}
@@ -165,11 +165,27 @@ def test_the_chance_to_pass_is_that_of_scipy(seed):
     expected = betabinom.cdf(np.minimum(k, n), n, errors + 0.5, seen - errors + 0.5)
     mine = beta_binomial_cdf(k.astype(float), n.astype(float), errors + 0.5, seen - errors + 0.5)
     np.testing.assert_allclose(mine, expected, atol=1e-9)
-    found = Candidates(np.zeros(5), *(v.astype(float) for v in (seen, errors, n)))
+    found = Candidates(np.zeros(5), *(v.astype(float) for v in (seen, errors, n)), np.zeros(5))
     for i, chance in enumerate(found.chances(0.9, 0.05)):
         allowed = max((e for e in range(n[i] + 1) if binom.cdf(e, n[i], 0.1) <= 0.05), default=None)
         beta = (errors[i] + 0.5, seen[i] - errors[i] + 0.5)
         assert chance == pytest.approx(0.0 if allowed is None else betabinom.cdf(allowed, n[i], *beta), abs=1e-9)
+
+
+def test_the_chance_to_pass_counts_how_many_points_are_accepted_by_chance():
+    """59 accepted points without an error are needed at 0.95: a threshold that is expected to accept 59 passes half of the time at most."""
+    rng = np.random.default_rng(6)
+    seen, total, held_out = 400, 500, 74
+    one = candidates_at(np.array([0.2]), np.linspace(1, 0, total), np.ones(total, bool), held_out / total, total)
+    assert (one.seen[0], round(one.expected[0], 1)) == (seen, 59.2)
+    share = rng.beta(
+        seen + 1, total - seen + 1, 20_000
+    )  # of all points; known up to the error of the calibration points
+    passed = rng.binomial(held_out, share) >= 59
+    errors = rng.random(20_000) < 1 - np.exp(-59 * 0.5 / (seen + 1))  # of 59 points, with Jeffreys' prior
+    assert one.chances(0.95, 0.05)[0] == pytest.approx((passed & ~errors).mean(), abs=0.08)
+    sure = Candidates(one.thresholds, one.seen, one.errors, one.expected, np.zeros(1))
+    assert sure.chances(0.95, 0.05)[0] > 0.9
 
 
 @pytest.mark.parametrize(("promise", "largest"), [("overall", 0.93), ("predicted", 0.94)])
@@ -211,7 +227,7 @@ def test_without_the_fixed_sequence_the_promise_would_break():
 
 
 def order_of(confidence, right, share, alpha, level, most):
-    found = candidates_at(thresholds_of(confidence, most), confidence, right, share)
+    found = candidates_at(thresholds_of(confidence, most), confidence, right, share, len(confidence))
     for threshold, seen, errors in zip(found.thresholds, found.seen, found.errors, strict=True):
         inside = confidence >= threshold
         assert (seen, errors) == (inside.sum(), (inside & ~right).sum())
@@ -219,8 +235,9 @@ def order_of(confidence, right, share, alpha, level, most):
 
 
 def test_the_group_with_the_least_chance_decides_where_the_tests_begin():
-    one = Candidates(-np.arange(3.0), np.full(3, 300.0), np.array([0.0, 0, 0]), np.full(3, 300.0))
-    two = Candidates(-np.arange(3.0), np.array([5.0, 200, 300]), np.array([0.0, 2, 30]), np.array([5.0, 200, 300]))
+    sure, seen = np.zeros(3), np.array([5.0, 200, 300])
+    one = Candidates(-np.arange(3.0), np.full(3, 300.0), np.zeros(3), np.full(3, 300.0), sure)
+    two = Candidates(-np.arange(3.0), seen, np.array([0.0, 2, 30]), seen, sure)
     assert candidate_order([one], 0.9, 0.05).tolist() == [0.0, -1.0, -2.0]
     assert candidate_order([one, two], 0.9, 0.05).tolist() == [-1.0, -2.0]
 

@@ -17,7 +17,7 @@ from sdmlm.cli import main
 from sdmlm.errors import NoOwnAnswers
 from sdmlm.experiments.planning import first_difference
 from sdmlm.finetuning.final_layer import fit_final_layer
-from sdmlm.finetuning.own_answers import held_out_rows, part_rows, rows_for_certificate
+from sdmlm.finetuning.held_out import evaluated_rows, held_out_rows, part_rows, rows_for_certificate
 from sdmlm.finetuning.settings import defaults_of, read_settings
 
 
@@ -69,13 +69,19 @@ def test_calibrate_keeps_the_kind_of_layer_and_its_settings(
 
 
 def test_enough_rows_are_held_out_to_certify_something_if_half_are_enough() -> None:
-    assert rows_for_certificate(0.95, 0.05, 0.1) == 73
-    assert held_out_rows(1000, 0.4, 59) == 400
-    assert held_out_rows(120, 0.4, 59) == 59
-    assert held_out_rows(118, 0.4, 59) == 59
-    assert held_out_rows(117, 0.4, 59) == 47  # not enough anyway: fit on as many as usual
-    fitted, held_out = part_rows(120, 0.4, least=59, seed=0)
-    assert (len(fitted), len(held_out)) == (61, 59)
+    args = SDMConfig(
+        None, alpha=0.95, certificate_delta=0.05, certificate_epsilon=0.1, certificate_share=0.4, report_to="none"
+    )
+    assert rows_for_certificate(args) == 79  # 59 without an error, a fifth more, and a tenth may be unusual
+    assert held_out_rows(1000, args) == 400
+    assert held_out_rows(160, args) == 79
+    assert held_out_rows(158, args) == 79
+    assert held_out_rows(157, args) == 63  # not enough anyway: fit on as many as usual
+    fitted, held_out = part_rows(160, args)
+    assert (len(fitted), len(held_out)) == (81, 79)
+    assert evaluated_rows(160, args) == fitted  # a certificate's rows must not choose the checkpoint
+    paper = SDMConfig(None, documents="paper", report_to="none")
+    assert evaluated_rows(160, paper) == list(range(160))
 
 
 def test_the_dry_run_says_whether_anything_can_be_certified(
@@ -89,8 +95,8 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
     command = ["train", "--model", "model", "--data", "rows.jsonl", "--output", "o", "--use-cpu", "--dry-run"]
     assert main([*command, "--calibration", "few.jsonl"]) == 0
     out, err = capsys.readouterr()
-    assert "Certificate: 16 calibration rows are held out for it; 73 are the least" in " ".join(out.split())
-    assert "nothing can be certified at this alpha: give at least 146, or choose a lower --alpha" in err
+    assert "Certificate: 16 calibration rows are held out for it; about 79 are the least" in " ".join(out.split())
+    assert "hardly anything can be certified at this alpha: give at least 158, or choose a lower --alpha" in err
     assert main([*command, "--calibration", "many.jsonl"]) == 0
     out, err = capsys.readouterr()
     assert "Certificate: 80 calibration rows" in " ".join(out.split())

@@ -14,7 +14,9 @@ from tiny_sdm_lm import CALIBRATION, OWN, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.estimator.acceptance import Evidence
-from sdmlm.finetuning.own_answers import OwnLayer, _too_little, part_rows
+from sdmlm.finetuning.config import SDMConfig
+from sdmlm.finetuning.held_out import part_rows
+from sdmlm.finetuning.own_answers import OwnLayer, _too_little
 from sdmlm.finetuning.own_documents import OwnDocument
 from sdmlm.language_model.answer_rule import certify_answers, load_certificate
 
@@ -140,11 +142,14 @@ def test_the_certificate_at_another_alpha() -> None:
 
 
 def test_the_parts_are_disjoint_and_the_same_for_a_seed() -> None:
-    fitted, held_out = part_rows(10, 0.4, least=0, seed=3)
+    def args(seed: int) -> SDMConfig:
+        return SDMConfig(None, certificate_share=0.4, seed=seed, report_to="none")
+
+    fitted, held_out = part_rows(10, args(3))
     assert sorted(fitted + held_out) == list(range(10))
     assert len(held_out) == 4
-    assert part_rows(10, 0.4, least=0, seed=3) == (fitted, held_out)
-    assert part_rows(10, 0.4, least=0, seed=4) != (fitted, held_out)
+    assert part_rows(10, args(3)) == (fitted, held_out)
+    assert part_rows(10, args(4)) != (fitted, held_out)
 
 
 def test_an_lm_that_is_always_right_or_wrong_is_told() -> None:

@@ -21,6 +21,7 @@ from transformers.trainer_callback import TrainerState
 
 from sdmlm.finetuning import evaluation as evaluation_module
 from sdmlm.finetuning.config import METRICS
+from sdmlm.finetuning.held_out import part_rows
 from sdmlm.finetuning.layers import fit_and_broadcast
 from sdmlm.finetuning.loss import sdm_next_token_loss
 from sdmlm.finetuning.schedule import EpochOrder
@@ -64,6 +65,18 @@ def test_evaluation_is_one_pass_over_fixed_documents(tmp_path: Path) -> None:
     assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["eval_sdm_loss"] == estimator.loss_
     assert metrics["eval_q_min"] == estimator.region_.q_min
+
+
+def test_the_rows_of_a_certificate_do_not_choose_the_checkpoint(tmp_path: Path) -> None:
+    trainer = moved_on(make(tmp_path, documents="own", summary="states+likelihood", tokens_per_batch=100))
+    _, held_out = part_rows(24, trainer.args)
+    assert held_out
+    calls = counting_decoder(trainer.model)
+    before = trainer.evaluate()["eval_loss"]
+    assert sum(calls) == 24 - len(held_out)
+    for row in held_out:
+        trainer.encoded_calibration[row] = trainer.encoded_calibration[held_out[0]]
+    assert trainer.evaluate()["eval_loss"] == before
 
 
 @pytest.mark.parametrize("loss", ["sdm", "ce"])

@@ -89,8 +89,14 @@ def test_a_promise_is_not_rounded_up() -> None:
     ("changes", "message"),
     [
         ({"right": 0}, "none of the language model's answers is right"),
-        ({"prompts": 20, "right": 19}, "even without an error 59 held-out prompts are needed"),
-        ({"needed": 900}, "about 900 held-out prompts would be needed"),
+        (
+            {"prompts": 20, "right": 20},
+            "about 79 held-out prompts are needed even if all answers are right; give more rows",
+        ),
+        ({"prompts": 20, "right": 19}, "even if all answers are right, and more if some are wrong; give more rows"),
+        ({"needed": 900}, "about 900 held-out prompts would be needed; give more rows or choose a lower alpha"),
+        ({"needed": 900, "reachable": 0.9}, "give more rows or choose alpha 0.9, which these may suffice for"),
+        ({"right": 200}, "no answer was wrong, but too few answers are usual and judged right"),
         ({"alpha": 1.0}, "no number of prompts can show"),
         ({}, "too often wrong"),
     ],
@@ -101,12 +107,28 @@ def test_why_nothing_is_certified(changes: dict[str, Any], message: str) -> None
     assert message in says
 
 
+def test_a_lower_alpha_is_named_only_if_it_may_be_reached() -> None:
+    rng = np.random.default_rng(4)
+    known = answers(rng, 400)  # 85 to 100% right, by confidence
+    found = certify_answers(known, answers(rng, 120), alpha=0.98, estimator="x", epsilon=0.0)
+    assert not found.certified
+    assert found.reachable is not None
+    assert f"choose alpha {found.reachable:g}" in found.sentence()
+    lower = [
+        certify_answers(answers(rng, 400), answers(rng, 120), alpha=found.reachable, estimator="x") for _ in range(40)
+    ]
+    assert np.mean([one.certified for one in lower]) > 0.3  # "may suffice"
+    hopeless = answers(rng, 10)
+    assert certify_answers(known, hopeless, alpha=0.98, estimator="x").reachable in (None, 0.7, 0.6)
+    assert certify_answers(known, answers(rng, 2), alpha=0.98, estimator="x").reachable is None
+
+
 def test_a_certificate_is_kept_in_a_file(tmp_path: Path) -> None:
     assert load_certificate(tmp_path) is None
     usual = UsualLikelihood.fit(np.random.default_rng(0).normal(size=(50, 6)))
     rng = np.random.default_rng(3)
     tested = certify_answers(answers(rng, 400), answers(rng, 600), alpha=0.9, estimator="x")
-    for one in (certificate(), certificate(usual=usual), certificate(float("inf")), tested):
+    for one in (certificate(), certificate(usual=usual), certificate(float("inf"), reachable=0.9), tested):
         save_certificate(tmp_path, one)
         assert load_certificate(tmp_path) == one
     (tmp_path / "certificate.json").write_text('{"kind": "sdmlm answer certificate", "format_version": 99}')

@@ -48,6 +48,7 @@ Promise = Literal["overall", "predicted", "class"]
 
 KIND = "sdmlm certified rule"
 _CANDIDATES = 100
+_MARGIN = 1.2  # more points than the least, since by chance fewer than expected may be accepted
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,10 @@ def certify_rule(
         thresholds = thresholds_of(calibration.confidence[known], candidates)
         share = len(held_out) / max(1, len(calibration))
         members = [mask for _, mask in _test_groups(promised, group, calibration, known)]
-        return [candidates_at(thresholds, calibration.confidence[m], calibration.right[m], share) for m in members]
+        total = len(calibration)
+        return [
+            candidates_at(thresholds, calibration.confidence[m], calibration.right[m], share, total) for m in members
+        ]
 
     if promise == "predicted":
         by_predicted = {c: candidates_of([c], "overall")[0] for c in covered}
@@ -230,7 +234,7 @@ def certify_rule(
         by_c = dict.fromkeys(covered, threshold)
     thresholds = [by_c.get(c, math.inf) for c in range(n_classes)]
     rule = dataclasses.replace(rule, thresholds=tuple(thresholds), tests=tuple(tests))
-    return rule if rule.certified else dataclasses.replace(rule, needed=_needed(calibration, rule))
+    return rule if rule.certified else dataclasses.replace(rule, needed=needed_points(calibration, rule))
 
 
 def percent(share: float) -> str:
@@ -256,6 +260,11 @@ def check_promise(alpha: float, delta: float, promise: str, epsilon: float) -> N
 def distance_bound(d: Floats, epsilon: float) -> float:
     """The Distance below which a share epsilon of these known points lies."""
     return float(np.quantile(d, epsilon, method="lower")) if len(d) and epsilon > 0 else 0.0
+
+
+def points_for_certificate(alpha: float, delta: float, epsilon: float) -> int:
+    """How many held-out points can certify something if all are right, when a share epsilon of them may be rejected as unlike."""
+    return math.ceil(_MARGIN * least_points(alpha, delta) / (1 - epsilon))
 
 
 def _tests(
@@ -286,11 +295,15 @@ def least_points(alpha: float, delta: float) -> int:
     return 0 if alpha == 1.0 else math.ceil(math.log(delta) / math.log(alpha))
 
 
-def _needed(calibration: Evidence, rule: CertifiedRule) -> int:
-    """A rough number of held-out points with which something could be certified, from the calibration points; 0 for none."""
-    if rule.alpha == 1.0 or not len(calibration):
+def needed_points(calibration: Evidence, rule: CertifiedRule) -> int:
+    """A rough number of held-out points with which something could be certified, from the calibration points; 0 for none.
+
+    Of `rule` only the settings count, not the thresholds.
+    """
+    inside = rule.near_enough(calibration.d) & np.isin(calibration.predictions, rule.classes)
+    if rule.alpha == 1.0 or not inside.any():
         return 0
-    order = np.argsort(-calibration.confidence, kind="stable")
+    order = np.flatnonzero(inside)[np.argsort(-calibration.confidence[inside], kind="stable")]
     accepted = np.arange(1, len(order) + 1)
     accuracy = 1 - (np.cumsum(~calibration.right[order]) + 0.5) / accepted
     best = 0
@@ -300,8 +313,8 @@ def _needed(calibration: Evidence, rule: CertifiedRule) -> int:
             continue
         # The normal approximation of the test, and at least as many as are needed without an error.
         z = -2.0
-        n = max(math.log(rule.delta) / math.log(rule.alpha), (z / (a - rule.alpha)) ** 2 * a * (1 - a))
-        total = math.ceil(n * len(order) / k)
+        n = max(_MARGIN * least_points(rule.alpha, rule.delta), (z / (a - rule.alpha)) ** 2 * a * (1 - a))
+        total = math.ceil(n * len(calibration) / k)
         best = total if best == 0 else min(best, total)
     return best
 

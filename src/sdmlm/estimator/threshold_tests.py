@@ -32,6 +32,7 @@ Mask = NDArray[np.bool_]
 Passes = Callable[[int, float, float], bool]  # (class, threshold, level) -> whether the test passes
 
 _FAIR = 0.5  # a class gets a list if one of its candidates passes with at least this probability
+_MIDDLES = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)  # of five equally likely parts of a normal distribution
 _PART = 0.5  # a list ends before the first candidate whose probability to pass is below this share of the best one
 
 
@@ -40,20 +41,29 @@ class Candidates:
     """Thresholds from strict to loose, with what to expect of their tests.
 
     `seen` and `errors`: calibration points that each accepts, and the wrong ones among them. `expected`: how many held-out
-    points it will accept.
+    points it will accept, and `spread` the standard deviation of that number.
     """
 
     thresholds: Floats
     seen: Floats
     errors: Floats
     expected: Floats
+    spread: Floats
 
     def chances(self, alpha: float, level: float) -> Floats:
         """The probability that each passes at this level, estimated from its errors on calibration points.
 
+        It is averaged over how many held-out points are accepted. Otherwise, where few points are needed, the strictest
+        candidate that is expected to accept just enough would come first, and in half of all cases it accepts too few.
+        """
+        counts = [np.maximum(np.round(self.expected + z * self.spread), 0) for z in _MIDDLES]
+        return np.asarray(np.mean([self._chances_among(n, alpha, level) for n in counts], axis=0))
+
+    def _chances_among(self, n: Floats, alpha: float, level: float) -> Floats:
+        """The probability that each passes if it accepts n held-out points.
+
         With Jeffreys' prior for the error rate, the number of errors among n held-out points is beta-binomial.
         """
-        n = self.expected
         allowed = binom.ppf(level, n, 1.0 - alpha)  # the most errors with which the test passes, or one more
         allowed = np.where(binom.cdf(allowed, n, 1.0 - alpha) <= level, allowed, allowed - 1)
         chance = beta_binomial_cdf(np.maximum(allowed, 0), n, self.errors + 0.5, self.seen - self.errors + 0.5)
@@ -79,12 +89,18 @@ def thresholds_of(confidence: Floats, most: int) -> Floats:
     return np.unique(np.quantile(finite, np.arange(most) / most, method="lower"))[::-1]
 
 
-def candidates_at(thresholds: Floats, confidence: Floats, right: Mask, share: float) -> Candidates:
-    """The thresholds with the counts of these calibration points. `share`: number of held-out points per calibration point."""
+def candidates_at(thresholds: Floats, confidence: Floats, right: Mask, share: float, total: int) -> Candidates:
+    """The thresholds with the counts of these calibration points.
+
+    `share`: number of held-out points per calibration point; `total`: how many calibration points there are in all.
+    """
     order = np.argsort(-confidence, kind="stable")
     errors = np.concatenate([[0], np.cumsum(~right[order])])
     seen = np.searchsorted(-confidence[order], -thresholds, side="right")
-    return Candidates(thresholds, seen.astype(float), errors[seen].astype(float), np.round(seen * share))
+    expected = seen.astype(float) * share
+    # Of the share of points that is accepted, both the estimate and the draw of held-out points vary.
+    spread: Floats = np.sqrt(expected * (1 - seen / max(1, total)) * (1 + share))
+    return Candidates(thresholds, seen.astype(float), errors[seen].astype(float), expected, spread)
 
 
 def candidate_order(candidates: Sequence[Candidates], alpha: float, level: float) -> Floats:

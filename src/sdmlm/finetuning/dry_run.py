@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sdmlm.finetuning.held_out import held_out_rows, rows_for_certificate
 from sdmlm.finetuning.layers import check_draws, positives
 from sdmlm.finetuning.loss import CHUNK_NUMEL
-from sdmlm.finetuning.own_answers import held_out_rows, rows_for_certificate
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import TrainingRun
 from sdmlm.language_model.encoding import IGNORED, Encoded, Encoder
@@ -88,10 +88,9 @@ def _pair(encoder: Encoder, row: PreferenceRow) -> Pair:
 def _certificate(run: TrainingRun) -> dict[str, int] | None:
     """How many calibration rows will be held out for the certificate, and the least that can certify anything."""
     config = run.config
-    if config.documents != "own" or config.alpha == 1:  # which nothing can certify
+    if config.documents != "own":
         return None
-    least = rows_for_certificate(config.alpha, config.certificate_delta, config.certificate_epsilon)
-    return {"held_out": held_out_rows(len(run.calibration), config.certificate_share, least), "least": least}
+    return {"held_out": held_out_rows(len(run.calibration), config), "least": rows_for_certificate(config)}
 
 
 def _memory(run: TrainingRun, pairs: list[Pair | None]) -> dict[str, int]:

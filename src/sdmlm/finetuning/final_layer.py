@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from sdmlm import __version__
 from sdmlm.errors import NoOwnAnswers
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
-from sdmlm.finetuning.layers import check_halves, fit_and_broadcast
+from sdmlm.finetuning.layers import check_halves, fit_and_broadcast, from_main_process
 from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy, generate_negatives
 from sdmlm.finetuning.own_answers import fit_over_own_answers
 from sdmlm.finetuning.training_rows import TrainingRow, completion_room, training_rows
@@ -144,7 +144,7 @@ def _over_own_answers(
     accelerator: Accelerator,
     progress: bool,
 ) -> FinalLayer:
-    """The final layer with documents="own". Every process does the same work and gets the same layer."""
+    """The final layer with documents="own". Every process does the work, so that none waits long; all take the first one's layer."""
     if accelerator.distributed_type == DistributedType.FSDP:
         raise NoOwnAnswers(
             "Under FSDP no process holds the whole model: for an SDM layer over own answers run sdmlm calibrate DIR --data ROWS "
@@ -155,9 +155,8 @@ def _over_own_answers(
         own = fit_over_own_answers(model, encoder, rows, args, reward, room, progress)
     except NoOwnAnswers as error:
         failed = str(error)
-    if accelerator.num_processes > 1:  # sampled answers may differ between GPUs, so that only some processes fail
-        failed = next((message for message in gather_object([failed]) if message), "")
-    if own is None or failed:
+    own, failed = from_main_process(accelerator, (own, failed), args.device)  # sampled answers may differ between GPUs
+    if own is None:
         raise NoOwnAnswers(failed)
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
+from sdmlm.finetuning.held_out import evaluated_rows
 from sdmlm.finetuning.negatives import NegativePolicy
 from sdmlm.language_model.forward import inner_lm
 
@@ -50,7 +51,8 @@ def check_halves(positive: Sequence[bool], name: str) -> None:
 
 def check_draws(args: SDMConfig, n_train: int, n_calibration: int) -> None:
     """Refuse row counts that leave some SDM layer of the run without both classes in both halves."""
-    check_halves(positives(args, n_calibration, 0), "calibration")
+    drawn = positives(args, n_calibration, 0)
+    check_halves([drawn[i] for i in evaluated_rows(n_calibration, args)], "calibration")
     if args.loss == "sdm":
         # Every epoch splits its own documents. With a thousand rows no draw can fail in practice: check one epoch only.
         for epoch in range(1, 1 + (math.ceil(args.num_train_epochs) if n_train < 1000 else 1)):
@@ -67,7 +69,6 @@ def fit_and_broadcast(
     progress: bool = False,
 ) -> SDMEstimator:
     """An SDM layer over summaries h (N, 2H), fitted by the main process and sent to the others."""
-    payload: list[Any] = [None]
     estimator: SDMEstimator | None = None
     if accelerator.is_main_process:
         seed = int(np.random.default_rng([args.seed, *seeds]).integers(2**31))
@@ -75,17 +76,25 @@ def fit_and_broadcast(
             **args.estimator_parameters(), seed=seed, device=args.device, progress=progress
         )
         estimator.fit(h, labels, documents=documents)
-        if accelerator.num_processes > 1:
-            file = io.BytesIO()
-            torch.save(estimator, file)
-            payload = [file.getvalue()]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(payload)
-    if estimator is None:
-        device = args.device if args.device.type != "cpu" else torch.device("cpu")  # torch.load refuses "cpu:0"
-        estimator = torch.load(io.BytesIO(payload[0]), map_location=device, weights_only=False)
-        estimator.device = device
+    estimator = from_main_process(accelerator, estimator, args.device)
+    estimator.device = args.device
     return estimator
+
+
+def from_main_process(accelerator: Accelerator, value: Any, device: torch.device) -> Any:
+    """The main process's value, on every process; its tensors come to `device`."""
+    if accelerator.num_processes == 1:
+        return value
+    payload: list[Any] = [None]
+    if accelerator.is_main_process:
+        file = io.BytesIO()
+        torch.save(value, file)
+        payload = [file.getvalue()]
+    broadcast_object_list(payload)
+    if accelerator.is_main_process:
+        return value
+    where = device if device.type != "cpu" else torch.device("cpu")  # torch.load refuses "cpu:0"
+    return torch.load(io.BytesIO(payload[0]), map_location=where, weights_only=False)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ certified with the answers to the other part, whose prompts the layer has not se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from sdmlm.errors import NoOwnAnswers
-from sdmlm.estimator.acceptance import Evidence, least_points
+from sdmlm.estimator.acceptance import Evidence
 from sdmlm.estimator.estimator import SDMEstimator
 from sdmlm.finetuning.config import SDMConfig
+from sdmlm.finetuning.held_out import part_rows
 from sdmlm.finetuning.own_documents import OwnDocument, Rows, greedy_answers, more_documents, unique_names
 from sdmlm.language_model.answer_rule import AnswerCertificate, certify_answers, evidence_of
 from sdmlm.language_model.encoding import Encoder
@@ -52,39 +52,20 @@ class OwnLayer:
         return certify_answers(self.known, self.fresh, alpha=alpha, usual=now.usual, **how)
 
 
-def part_rows(n: int, share: float, least: int, seed: int) -> tuple[list[int], list[int]]:
-    """Rows to fit on, and rows held out for the certificate; the same seed gives the same split."""
-    order = np.random.default_rng([seed, 5]).permutation(n).tolist()
-    held_out = held_out_rows(n, share, least)
-    return sorted(order[held_out:]), sorted(order[:held_out])
-
-
-def rows_for_certificate(alpha: float, delta: float, epsilon: float) -> int:
-    """How many held-out rows can certify something if the answers are right: `epsilon` of them may be unusual, a tenth may fail by chance."""
-    return math.ceil(1.1 * least_points(alpha, delta) / (1 - epsilon)) if alpha < 1 else 0
-
-
-def held_out_rows(n: int, share: float, least: int) -> int:
-    """How many rows are held out: the share of them, but `least`, which can certify something, if half of them are enough."""
-    asked = round(n * share)
-    return least if asked < least <= n // 2 else asked
-
-
 def fit_over_own_answers(
     model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool = True
 ) -> OwnLayer:
     """Fit the SDM layer on own answers to some of the rows, and certify it with those to the others."""
-    least = rows_for_certificate(args.alpha, args.certificate_delta, args.certificate_epsilon)
-    fitted, held_out = part_rows(len(rows), args.certificate_share, least, args.seed)
+    fitted, held_out = part_rows(len(rows), args)
     answers = greedy_answers(model, encoder, rows, args, reward, room, progress)
     known = [answers[i] for i in fitted]
     documents = [*known, *more_documents(model, encoder, rows, known, args, reward, room, progress)]
     fresh = [answers[i] for i in held_out]
-    summaries = _summaries(model, encoder, rows, [*documents, *fresh], args, progress)
+    summaries = _summaries(model, encoder, [*documents, *fresh], args, progress)
     reduction = Reduction.fit(summaries[: len(documents)]) if args.summary == LIKELIHOOD else None
     summaries = summaries if reduction is None else reduction(summaries)
     h, h_fresh = summaries[: len(documents)], summaries[len(documents) :]
-    estimator = _fit(encoder, rows, documents, h, args, progress)
+    estimator = _fit(encoder, documents, h, args, progress)
     greedy = np.array([document.source == "greedy" for document in documents])
     usual = UsualLikelihood.fit(h.numpy()[greedy], reduced=True) if reduction is not None else None
     known_evidence = _out_of_sample(estimator, documents, h, usual)
@@ -121,17 +102,16 @@ def _out_of_sample(
 
 
 def _summaries(
-    model: Any, encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], args: SDMConfig, progress: bool
+    model: Any, encoder: Encoder, documents: Sequence[OwnDocument], args: SDMConfig, progress: bool
 ) -> Tensor:
-    encoded = [encoder.judged_document(rows[d.row]["prompt"], d.body, row=d.row) for d in documents]
-    ids, starts, lm = [ids for ids, _ in encoded], [start for _, start in encoded], inner_lm(model)
+    ids, starts, lm = [list(d.ids) for d in documents], [d.start for d in documents], inner_lm(model)
     if args.summary == LIKELIHOOD:
         return answer_summaries(lm, ids, starts, VerdictTokens.of(encoder), args.tokens_per_batch, progress)
     return embed_sequences(lm, ids, tokens_per_batch=args.tokens_per_batch, progress=progress)
 
 
 def _fit(
-    encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], h: Tensor, args: SDMConfig, progress: bool
+    encoder: Encoder, documents: Sequence[OwnDocument], h: Tensor, args: SDMConfig, progress: bool
 ) -> SDMEstimator:
     """The SDM layer. All documents of a prompt are in the same part: near copies across the split would make it look too good."""
     names, labels = unique_names(documents), np.array([int(document.right) for document in documents])
@@ -142,10 +122,7 @@ def _fit(
                 f"The calibration rows give too few {word} answers for an SDM layer over own answers: give more rows, or check the "
                 "reward."
             )
-    texts: dict[int | str, str] = {
-        name: encoder.decode(encoder.encode_for_judging(rows[d.row]["prompt"], d.body))
-        for name, d in zip(names, documents, strict=True)
-    }
+    texts: dict[int | str, str] = {name: encoder.decode(d.ids) for name, d in zip(names, documents, strict=True)}
     seed = int(np.random.default_rng([args.seed, 4]).integers(2**31))
     how: dict[str, Any] = {
         "rule": "region",

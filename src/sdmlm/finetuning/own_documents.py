@@ -7,6 +7,7 @@ negatives of the rows are added; if it gives hardly any right ones, the referenc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sdmlm.finetuning.config import SDMConfig
-from sdmlm.language_model.decoding import generate
+from sdmlm.language_model.decoding import answer_room, generate
 from sdmlm.language_model.encoding import Encoder, completion_text
 from sdmlm.rewards import Reward, apply_reward
 
@@ -26,12 +27,17 @@ FEW = 30  # with fewer prompts that have a right (wrong) own answer, references 
 
 @dataclass(frozen=True)
 class OwnDocument:
-    """An answer to the prompt of a row, where it comes from and whether it is right."""
+    """An answer to the prompt of a row, where it comes from and whether it is right.
+
+    `ids` is the document that the SDM layer reads, up to and including `<verified>`; `start` of them are the prompt's.
+    """
 
     row: int
     source: Source
     body: str
     right: bool
+    ids: Sequence[int] = ()
+    start: int = 0
 
     @property
     def name(self) -> str:
@@ -52,10 +58,14 @@ def unique_names(documents: Sequence[OwnDocument]) -> list[str]:
 def greedy_answers(
     model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool
 ) -> list[OwnDocument]:
-    """The greedy answer to each row."""
+    """The greedy answer to each row, none left out: a certificate must not depend on which answers are easy to read."""
     prompts = [row["prompt"] for row in rows]
     ids = generate(model, encoder, prompts, room, tokens_per_batch=args.tokens_per_batch, progress=progress)
-    return _labelled(encoder, rows, [(i, "greedy", encoder.read(answer)[0]) for i, answer in enumerate(ids)], reward)
+    texts = [encoder.read(answer)[0] for answer in ids]
+    labelled = _labelled(encoder, rows, [(i, "greedy", text) for i, text in enumerate(texts)], reward)
+    left = answer_room(encoder, room)
+    read = [encoder.written_document(*one, left) for one in zip(prompts, texts, ids, strict=True)]
+    return [dataclasses.replace(a, ids=b, start=start) for a, (b, start) in zip(labelled, read, strict=True)]
 
 
 def more_documents(
@@ -116,19 +126,16 @@ def _labelled(
 def _new(
     encoder: Encoder, rows: Rows, documents: Sequence[OwnDocument], known: Sequence[OwnDocument]
 ) -> list[OwnDocument]:
-    """The documents without duplicates (of each other or of `known`) and without those too long for the LM."""
+    """The documents, encoded, without duplicates (of each other or of `known`) and without those too long for the LM."""
     taken = {(document.row, document.body) for document in known}
     kept = []
     for document in documents:
-        if (document.row, document.body) not in taken and _fits(encoder, rows[document.row]["prompt"], document.body):
-            taken.add((document.row, document.body))
-            kept.append(document)
+        if (document.row, document.body) in taken:
+            continue
+        try:
+            ids, start = encoder.judged_document(rows[document.row]["prompt"], document.body)
+        except ValueError:  # too long when it is encoded again, or for this prompt
+            continue
+        taken.add((document.row, document.body))
+        kept.append(dataclasses.replace(document, ids=ids, start=start))
     return kept
-
-
-def _fits(encoder: Encoder, prompt: Any, body: str) -> bool:
-    try:
-        encoder.encode_for_judging(prompt, body)
-    except ValueError:  # too long when it is encoded again, or for this prompt
-        return False
-    return True

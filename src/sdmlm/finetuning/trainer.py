@@ -31,6 +31,7 @@ from sdmlm.finetuning.batches import padded_batches
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.evaluation import fits_states_budget, loss_by_second_pass, loss_of_states
 from sdmlm.finetuning.final_layer import AnswerCount, FinalLayer, fit_final_layer
+from sdmlm.finetuning.held_out import evaluated_rows
 from sdmlm.finetuning.layers import check_draws, fit_and_broadcast, loss_bases, position_limit, positives
 from sdmlm.finetuning.loss import sdm_loss_from_hidden, sdm_next_token_loss, shared_logit_transform
 from sdmlm.finetuning.model_setup import model_and_tokenizer, with_adapter
@@ -174,6 +175,7 @@ class SDMTrainer(SavingTrainer):
         """Set up the policy that chooses one document per row, and the choice for D_ca, the same for all checkpoints."""
         assert args.max_new_tokens is not None
         self.calibration_positive = positives(args, len(self.calibration_rows), epoch=0)
+        self.evaluated = evaluated_rows(len(self.calibration_rows), args)
         check_draws(args, len(self.rows), len(self.calibration_rows))
         gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
         gammas = args.gamma_plus, gamma_gen, args.gamma_diversity
@@ -299,12 +301,12 @@ class SDMTrainer(SavingTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The next-token loss over D_ca, with an SDM layer fitted over D_ca for the bases (`loss="sdm"`)."""
+        """The next-token loss over D_ca (without the rows of a certificate), with an SDM layer for the bases (`loss="sdm"`)."""
         if eval_dataset is not None:
             raise ValueError("SDMTrainer evaluates over the calibration set it was made with: leave eval_dataset out.")
         start = time.perf_counter()
-        labels = [int(positive) for positive in self.calibration_positive]
-        encoded = [row.document(bool(label)) for row, label in zip(self.encoded_calibration, labels, strict=True)]
+        labels = [int(self.calibration_positive[i]) for i in self.evaluated]
+        encoded = [self.encoded_calibration[i].document(bool(y)) for i, y in zip(self.evaluated, labels, strict=True)]
         processes = self.accelerator.num_processes
         keep = self._transform is not None and fits_states_budget(self.model, encoded, processes)
         with self._phase("reading", "Evaluating: reading the calibration documents"):

@@ -83,10 +83,7 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
     """The answer in generated ids; `room` is the number of tokens that the prompt left for it."""
     verbatim, prompt_ids = text.verbatim(ids), encoder.encode_prompt(prompt, room)
     body, verdict = text.read(verbatim)
-    try:
-        document, start = encoder.judged_document(prompt, body)
-    except ValueError:  # encoded again, the answer has more tokens, and too many: judge the ids as they were generated
-        document, start = prompt_ids + _up_to_tag(encoder, ids), len(prompt_ids)
+    document, start = encoder.written_document(prompt, body, ids, room)
     ended = text.stopped(ids) or encoder.ends(ids)
     return Answer(
         text=body,
@@ -98,14 +95,3 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
         lm_verdict=verdict,
         finish_reason="stop" if ended else "length",
     )
-
-
-def _up_to_tag(encoder: Encoder, ids: list[int]) -> list[int]:
-    """Generated ids up to and including their right-most `<verified>`, or with one appended.
-
-    Control tokens that the LM wrote into its answer are left out: an answer must not contain turns.
-    """
-    turn, tag = encoder.turn(ids), encoder.open_ids
-    ends = range(len(turn) - len(tag), -1, -1)
-    body = turn[: next((n for n in ends if turn[n : n + len(tag)] == tag), len(turn))]
-    return [i for i in body if i not in encoder.control_ids] + tag

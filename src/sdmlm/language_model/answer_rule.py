@@ -21,7 +21,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sdmlm.estimator.acceptance import CertifiedRule, Evidence, certify_rule, least_points, percent
+from sdmlm.estimator.acceptance import (
+    CertifiedRule,
+    Evidence,
+    certify_rule,
+    needed_points,
+    percent,
+    points_for_certificate,
+)
 from sdmlm.estimator.scores import Scores
 from sdmlm.language_model.usual import UsualLikelihood
 from sdmlm.storage.artifacts import none_as_infinity, write_text_atomically
@@ -29,6 +36,7 @@ from sdmlm.storage.artifacts import none_as_infinity, write_text_atomically
 FILE = "certificate.json"  # in sdm/
 KIND, FORMAT_VERSION = "sdmlm answer certificate", 2
 DELTA, EPSILON = 0.05, 0.1
+_LOWER = (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 YES = 1
 Mask = NDArray[np.bool_]
 OWN_ANSWERS = "the model's own answers"
@@ -50,6 +58,7 @@ class AnswerCertificate:
     usual: UsualLikelihood | None
     source: str = "held-out calibration prompts"
     threshold_on: Literal["confidence", "output"] = "confidence"  # "output": SDM(z') of Yes, in format 1
+    reachable: float | None = None  # if nothing is certified: a lower alpha for which so many prompts may suffice
 
     @property
     def alpha(self) -> float:
@@ -106,14 +115,21 @@ class AnswerCertificate:
             return "no number of prompts can show that nothing is ever wrong; choose an alpha below 1"
         if self.right == 0:
             return "none of the language model's answers is right, so its SDM layer has nothing to accept; train the model longer or better"
-        least = least_points(self.alpha, self.rule.delta)
-        if self.accepted == 0 and self.prompts < least:
-            return f"even without an error {least} held-out prompts are needed; give more rows"
+        lower = "a lower alpha" if self.reachable is None else f"alpha {self.reachable:g}, which these may suffice for"
+        least = points_for_certificate(self.alpha, self.rule.delta, self.rule.epsilon)
+        if self.prompts < least:
+            more = ", and more if some are wrong" if self.right < self.prompts else ""
+            return (
+                f"about {least} held-out prompts are needed even if all answers are right{more}; give more rows (up to half of "
+                f"the calibration rows are held out) or choose {lower}"
+            )
+        if self.rule.needed > self.prompts:
+            return f"about {self.rule.needed} held-out prompts would be needed; give more rows or choose {lower}"
         if self.right == self.prompts:
             return "no answer was wrong, but too few answers are usual and judged right; give more rows"
-        if self.rule.needed > self.prompts:
-            return f"about {self.rule.needed} held-out prompts would be needed; give more rows or choose a lower alpha"
-        return "the answers are too often wrong, however sure the SDM layer is; choose a lower alpha or train the model longer"
+        return (
+            f"the answers are too often wrong, however sure the SDM layer is; choose {lower} or train the model longer"
+        )
 
     def figures(self) -> dict[str, Any]:
         """The figures for training.json and the commands' JSON."""
@@ -182,7 +198,16 @@ def certify_answers(
     rule = dataclasses.replace(rule, estimator=estimator)
     right, accepted = held_out.labels == YES, rule.accepts(held_out)
     counts = int(np.sum(right)), int(accepted.sum()), int((accepted & right).sum())
-    return AnswerCertificate(rule, len(held_out), *counts, usual, source)
+    reachable = None if rule.certified else _reachable(known, rule)
+    return AnswerCertificate(rule, len(held_out), *counts, usual, source, reachable=reachable)
+
+
+def _reachable(known: Evidence, rule: CertifiedRule) -> float | None:
+    """The highest alpha of a grid for which the held-out points may suffice. The held-out answers themselves play no part in it."""
+    for alpha in (a for a in _LOWER if a < rule.alpha):
+        if 0 < needed_points(known, dataclasses.replace(rule, alpha=alpha)) <= rule.held_out:
+            return alpha
+    return None
 
 
 # On disk

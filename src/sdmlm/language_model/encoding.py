@@ -234,6 +234,30 @@ class Encoder:
         prompt_ids, body_ids = self._parts(prompt, completion, row)
         return prompt_ids + body_ids + self.open_ids, len(prompt_ids)
 
+    def written_document(
+        self, prompt: Prompt | PromptIds, body: str, generated: Sequence[int], room: int = 1
+    ) -> tuple[list[int], int]:
+        """As `judged_document`, of an answer that the LM wrote: never refused, unless the prompt is.
+
+        Encoded again, its text may have too many tokens. Then the ids are those that were generated. `room` is the number of
+        tokens that the prompt left for it.
+        """
+        prompt_ids = self.encode_prompt(prompt, room)
+        try:
+            return self.judged_document(prompt, body)
+        except ValueError:
+            return prompt_ids + self._up_to_tag(generated), len(prompt_ids)
+
+    def _up_to_tag(self, generated: Sequence[int]) -> list[int]:
+        """Generated ids up to and including their right-most `<verified>`, or with one appended.
+
+        Control tokens that the LM wrote into its answer are left out: an answer must not contain turns.
+        """
+        turn, tag = self.turn(generated), self.open_ids
+        ends = range(len(turn) - len(tag), -1, -1)
+        body = turn[: next((n for n in ends if turn[n : n + len(tag)] == tag), len(turn))]
+        return [i for i in body if i not in self.control_ids] + tag
+
     def encode_prompt(self, prompt: Prompt | PromptIds, room: int = 1, row: object = None) -> list[int]:
         """The prompt to generate from. If there is a `max_length`, it leaves at least `room` tokens before the suffix."""
         return self._fitted(self.prompt_ids(prompt, row), room + self.suffix_length, row)

@@ -103,12 +103,16 @@ def _show_certificate(out: Any, certificate: dict[str, int] | None) -> None:
     if certificate is None:
         return
     held_out, least = certificate["held_out"], certificate["least"]
+    if not least:
+        common.warn("Nothing can be certified at alpha 1: choose a lower --alpha.")
+        return
     out.print(
-        f"Certificate: {held_out} calibration rows are held out for it; {least} are the least, and more are better."
+        f"Certificate: {held_out} calibration rows are held out for it; about {least} are the least, and more are better."
     )
     if held_out < least:
         common.warn(
-            f"With so few calibration rows nothing can be certified at this alpha: give at least {2 * least}, or choose a lower --alpha."
+            f"With so few calibration rows hardly anything can be certified at this alpha: give at least {2 * least}, or choose "
+            "a lower --alpha."
         )
 
 
