@@ -2,8 +2,8 @@
 
     python benchmarks/certified_search.py runs/demo/verified --rows 1000 --output docs/results/search-certified-demo.json
 
-MODEL: an SDM language model for the demo's task, with a certificate, which decides when a search stops, whatever `--alpha`. The rows are
-drawn anew from the demo's grammar (`--grammar-seed`), or read from `--data`. Each policy answers all of them once. `resample` and best-of-n
+MODEL: an SDM language model with a certificate, which decides when a search stops, whatever `--alpha`. The rows are drawn anew from the
+demo's grammar (`--grammar-seed`), or read from `--data`, for a `--task` of `sdmlm.tasks`. Each policy answers all of them once. `resample` and best-of-n
 choose among the same candidates: the greedy answer and sampled ones (temperature 0.7). Then, for each of `--splits` random halves: one half certifies the policy (a fifth of it fixes the
 candidate thresholds), the other is counted. Figures are means over the splits (`verified_right`: over those in which something is
 verified), `sd` is the standard deviation of `verified`; `tokens` are those that the language model wrote for each prompt.
@@ -25,11 +25,12 @@ from verified import fresh_rows
 
 from sdmlm import SDMLanguageModel, SearchPolicy
 from sdmlm.estimator.acceptance import Evidence
+from sdmlm.experiments.evaluate import load_task
 from sdmlm.generation.certification import CANDIDATE_SHARE
 from sdmlm.generation.search import run_search
 from sdmlm.language_model.answer_rule import certify_answers, evidence_of
 from sdmlm.language_model.likelihood import FIGURES
-from sdmlm.rewards import apply_reward, exact_match
+from sdmlm.rewards import Reward, apply_reward
 from sdmlm.storage.artifacts import write_text_atomically
 
 TEMPERATURE, MOST = 0.7, 5  # of further answers; how many answers there are to choose from
@@ -49,7 +50,7 @@ class Finals:
         return Evidence(e.confidence[mask], e.d[mask], e.predictions[mask], labels)
 
 
-def candidates(lm: SDMLanguageModel, rows: list[dict[str, Any]]) -> tuple[list[Finals], Floats]:
+def candidates(lm: SDMLanguageModel, rows: list[dict[str, Any]], reward: Reward) -> tuple[list[Finals], Floats]:
     """The greedy answer and sampled ones, and the mean log-probability of each, (answers, prompts)."""
     certificate = lm.certificate()
     assert certificate is not None
@@ -59,7 +60,7 @@ def candidates(lm: SDMLanguageModel, rows: list[dict[str, Any]]) -> tuple[list[F
         answers = lm.write(prompts, lm.sampling(None, TEMPERATURE if k else 0.0), seeds, progress=False)
         whole = lm.whole_summaries(answers, progress=False)
         h = whole if lm.reduction is None else lm.reduction(whole)
-        right = np.array(apply_reward(exact_match, rows, [answer.text for answer in answers], lm.tags))
+        right = np.array(apply_reward(reward, rows, [answer.text for answer in answers], lm.tags))
         evidence = evidence_of(lm.score(h, lm.alpha), h.numpy(), certificate.usual, right)
         found.append(Finals(evidence, np.array([float(answer.completion_tokens) for answer in answers])))
         likely.append(whole[:, FIGURES.index("mean_log_probability") - len(FIGURES)].double().numpy())
@@ -77,11 +78,11 @@ def picked(found: list[Finals], index: NDArray[np.int64], tokens: Floats) -> Fin
     return Finals(Evidence(**fields), tokens)
 
 
-def policies(lm: SDMLanguageModel, rows: list[dict[str, Any]]) -> dict[str, Finals]:
+def policies(lm: SDMLanguageModel, rows: list[dict[str, Any]], reward: Reward) -> dict[str, Finals]:
     """The final answers of every policy."""
     single = lm.certificate()
     assert single is not None
-    found, likely = candidates(lm, rows)
+    found, likely = candidates(lm, rows, reward)
     tokens = np.cumsum([one.tokens for one in found], axis=0)
     accepts = np.stack([single.rule.accepts(one.evidence) for one in found])
     sure = np.stack([single.certainty(one.evidence) - ~single.rule.near_enough(one.evidence.d) for one in found])
@@ -102,7 +103,7 @@ def policies(lm: SDMLanguageModel, rows: list[dict[str, Any]]) -> dict[str, Fina
             lm, prompts, lm.read_prompts(prompts), policy, lm.sampling(), 0, lm.alpha, 0, progress=False
         )
         h = lm.summaries(result.answers).numpy()
-        right = np.array(apply_reward(exact_match, rows, [answer.text for answer in result.answers], lm.tags))
+        right = np.array(apply_reward(reward, rows, [answer.text for answer in result.answers], lm.tags))
         spent = np.array([float(v.completion_tokens) for v in result.verifications])
         made[f"{kind}, budget {budget}"] = Finals(evidence_of(result.scores, h, single.usual, right), spent)
     return made
@@ -133,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--data", type=Path, help="rows; default: new ones of the demo's grammar")
+    parser.add_argument("--task", default="word_ordering")
     parser.add_argument("--grammar-seed", type=int, default=81)
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--alpha", type=float, nargs="+", default=[0.9, 0.95])
@@ -147,7 +149,7 @@ def main() -> None:
     lm = SDMLanguageModel.from_pretrained(args.model, device="cpu")
     if lm.certificate() is None:
         raise SystemExit(f"{args.model} has no certificate at alpha {lm.alpha:g}: make one with sdmlm certify.")
-    finals = policies(lm, rows)
+    finals = policies(lm, rows, load_task(args.task).reward)
     found = {
         f"{alpha:g}": {name: certified(one, alpha, args.splits) for name, one in finals.items()} for alpha in args.alpha
     }

@@ -17,8 +17,9 @@ from sdmlm.estimator.acceptance import Evidence
 from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.held_out import part_rows
 from sdmlm.finetuning.own_answers import OwnLayer, _too_little
-from sdmlm.finetuning.own_documents import OwnDocument
+from sdmlm.finetuning.own_documents import OwnDocument, greedy_answers
 from sdmlm.language_model.answer_rule import certify_answers, load_certificate
+from sdmlm.rewards import exact_match
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,27 @@ def test_documents_of_one_prompt_are_on_one_side(lm: SDMLanguageModel) -> None:
         assert rows(layer.support_ids).isdisjoint(rows(layer.calibration_ids))
     sources = {str(name).split()[1] for name in lm.estimator.documents_}
     assert {"greedy", "sampled", "other"} <= sources
+
+
+def test_no_greedy_answer_is_left_out(lm: SDMLanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded again, an answer may be too long: it is read as it was generated, as in use."""
+
+    def greedy() -> list[OwnDocument]:
+        args = SDMConfig(None, report_to="none")
+        return greedy_answers(lm.model, lm.encoder, rows, args, exact_match, 8, progress=False)
+
+    def too_long(*args: Any) -> list[int]:
+        raise ValueError("too long")
+
+    rows = marked_rows(20, seed=9)
+    before = greedy()
+    monkeypatch.setattr(type(lm.encoder), "judged_document", too_long)
+    again = greedy()
+    assert [(a.row, a.body, a.right) for a in again] == [(a.row, a.body, a.right) for a in before]
+    for document in again:
+        assert tuple(document.ids[-len(lm.encoder.open_ids) :]) == tuple(lm.encoder.open_ids)
+        assert list(document.ids[: document.start]) == lm.encoder.encode_prompt(rows[document.row]["prompt"])
+    assert [a.ids for a in again] == [b.ids for b in before]  # each of these answers ends with the tag
 
 
 def test_verified_follows_the_certificate(lm: SDMLanguageModel) -> None:

@@ -34,6 +34,7 @@ from sdmlm.generation.search_certificate import (
     with_certificate,
 )
 from sdmlm.language_model.answer_rule import AnswerCertificate, load_certificate, save_certificate
+from sdmlm.rewards import exact_match
 from sdmlm.server.work import Worker
 
 
@@ -506,7 +507,7 @@ def test_the_benchmark_searches_as_the_model_does(lm: SDMLanguageModel, monkeypa
     single = lm.answer_certificate
     assert single is not None
     lm.answer_certificate = dataclasses.replace(single, rule=stricter(single.rule))
-    finals = module.policies(lm, rows)
+    finals = module.policies(lm, rows, exact_match)
     for kind, budget in (("resample", 1), ("resample", 4), ("continue", 2)):
         policy = SearchPolicy(kind, budget, module.TEMPERATURE)
         found = lm.generate([row["prompt"] for row in rows], search=policy, progress=False)

@@ -1,7 +1,8 @@
 """SDMConfig: the options of SDM fine-tuning, on top of `transformers.TrainingArguments`.
 
-The defaults are the paper's (docs/method.md, sections 4 to 6). `loss` and `hard_negatives` have two values each; their
-four combinations are the paper's four fine-tuned settings.
+The defaults are the paper's (docs/method.md, sections 4 to 6), except for `gamma_other`, `documents` and `summary`: there ours
+are what was measured to be best for users (section 9). The recipes of the paper set the paper's values by name. `loss` and
+`hard_negatives` have two values each; their four combinations are the paper's four fine-tuned settings.
 """
 
 from __future__ import annotations
