@@ -2,6 +2,8 @@
 
 ce           cross-entropy
 sdm          the SDM loss as in the paper
+none         no fine-tuning
+ce-static, sdm-static  ce and sdm without hard negatives
 crossfit     each document gets its base from an SDM layer over the other half of the rows
 independent  the SDM layer of an epoch is fitted over documents that are drawn independently of those of the steps
 inside       hard negatives are generated within the step, with the current weights
@@ -225,6 +227,9 @@ class Through(SDMTrainer):
 FORMS: dict[str, type[SDMTrainer]] = {
     "ce": SDMTrainer,
     "sdm": SDMTrainer,
+    "none": SDMTrainer,
+    "ce-static": SDMTrainer,
+    "sdm-static": SDMTrainer,
     "crossfit": CrossFitted,
     "independent": Independent,
     "inside": Inside,

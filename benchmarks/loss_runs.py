@@ -3,7 +3,7 @@
     sdmlm data word-ordering --sentences demo --output data/demo --train 3200 --calibration 3200 --test 1000 --shifted 1000
     python benchmarks/loss_runs.py --model demo --data data/demo --tests test shifted --output docs/results/loss-demo.json
 
-The forms are those of benchmarks/loss_forms.py. All have hard negatives, and the same rows, seeds and optimiser. Over each fine-tuned
+The forms are those of benchmarks/loss_forms.py. All have hard negatives, unless their name says otherwise, and the same rows, seeds and optimiser. Over each fine-tuned
 model, with averaged layers (so that the chance of a single layer hardly counts):
 
 region     the paper's documents and states, `--draws` draws of the documents: the share of the model's own greedy answers that is accepted
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from sdmlm import SDMConfig, SDMEstimator, SDMTrainer
 from sdmlm.demo import BASE_MODEL
+from sdmlm.errors import NoOwnAnswers
 from sdmlm.evaluation.metrics import aurc, auroc
 from sdmlm.experiments.answer_rivals import signed_confidence
 from sdmlm.finetuning.layers import positives
@@ -61,16 +62,17 @@ def fine_tune(
     maker: type[SDMTrainer] | None = None,
 ) -> Any:
     """A trainer after training, without the final layer."""
-    cross_entropy = form.split("-")[0] == "ce"
+    cross_entropy = form.split("-")[0] in ("ce", "none")
     config = SDMConfig(
         tempfile.mkdtemp(),
         seed=seed,
         loss="ce" if cross_entropy else "sdm",
+        hard_negatives=not form.endswith("-static"),
         gamma_other=0.0,  # the paper's negatives
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=args.accumulate,
         learning_rate=args.learning_rate,
-        num_train_epochs=args.epochs,
+        num_train_epochs=0 if form == "none" else args.epochs,
         alpha=0.9,
         exemplar_dim=256,
         sdm_epochs=50,
@@ -162,9 +164,13 @@ def certified(trainer: SDMTrainer, tests: Mapping[str, Rows], asked: Mapping[str
     config = SDMConfig(
         None, seed=args.seed, alpha=0.95, documents="own", summary=LIKELIHOOD, report_to="none", use_cpu=True
     )
-    own = fit_over_own_answers(
-        trainer.model, encoder, trainer.calibration_rows, config, reward, args.max_new_tokens or 0, progress=False
-    )
+    room, nothing = args.max_new_tokens or 0, [0.0] * len(ALPHAS)
+    try:
+        own = fit_over_own_answers(
+            trainer.model, encoder, trainer.calibration_rows, config, reward, room, progress=False
+        )
+    except NoOwnAnswers:  # hardly an answer is right
+        return {test: {"accepted": nothing, "right": nothing, "auroc": None, "aurc": None} for test in tests}
     rules, found = [own.certificate_at(alpha) for alpha in ALPHAS], {}
     assert own.reduction is not None
     for name, (texts, y) in asked.items():
@@ -204,12 +210,13 @@ def table(runs: Sequence[Mapping[str, Any]], test: str) -> str:
         draws, sure = [one[test] for one in run["region"]], run["certified"][test]
         shares = np.mean([one["accepted"] for one in draws], axis=0)
         right = np.mean([one["verdicts_right"] for one in draws], axis=0)
-        means = [float(np.mean([one[name] for one in draws])) for name in ("auroc", "aurc", "mean_q")]
+        # None, where there is no AUROC, becomes NaN.
+        means = [float(np.mean(np.array([one[name] for one in draws], float))) for name in ("auroc", "aurc", "mean_q")]
         lines.append((
             run["form"], str(run["seed"]), f"{run['right'][test]:.1%}", *(f"{share:.1%}" for share in shares),
             _share(right[2], shares[2]), f"{means[0]:.3f}", f"{means[1]:.4f}", f"{means[2]:.0f}",
             *(f"{share:.1%}" for share in sure["accepted"][2:]), _share(sure["right"][3], sure["accepted"][3]),
-            f"{sure['auroc']:.3f}",
+            f"{np.float64(sure['auroc']):.3f}",
         ))  # fmt: skip
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -36,7 +36,12 @@ def stored() -> dict[str, dict[str, Any]]:
 def region(run: Run, test: str, measure: str, k: int | None = None) -> float:
     """A measure of the papers' region, averaged over the draws of the documents; `k` is the position of alpha."""
     values = [draw[test][measure] for draw in run["region"]]
-    return statistics.fmean(value if k is None else value[k] for value in values)
+    return statistics.fmean(number(value if k is None else value[k]) for value in values)
+
+
+def number(value: float | None) -> float:
+    """NaN for a measure that does not exist, such as the AUROC where no answer is right."""
+    return math.nan if value is None else value
 
 
 def measures(alphas: Sequence[float]) -> Iterator[tuple[str, Any, str]]:
@@ -52,8 +57,8 @@ def measures(alphas: Sequence[float]) -> Iterator[tuple[str, Any, str]]:
     yield "answers right", lambda run, test: 100 * run["right"][test], ".1f"
     yield "AUROC, region", lambda run, test: region(run, test, "auroc"), ".3f"
     yield "AURC, region", lambda run, test: region(run, test, "aurc"), ".4f"
-    yield "AUROC, certified", lambda run, test: run["certified"][test]["auroc"], ".3f"
-    yield "AURC, certified", lambda run, test: run["certified"][test]["aurc"], ".4f"
+    yield "AUROC, certified", lambda run, test: number(run["certified"][test]["auroc"]), ".3f"
+    yield "AURC, certified", lambda run, test: number(run["certified"][test]["aurc"]), ".4f"
     yield "mean q", lambda run, test: region(run, test, "mean_q"), ".1f"
 
 
@@ -96,7 +101,8 @@ def form_rows(file: Mapping[str, Any], test: str = "test") -> list[str]:
         cells = [form, str(len(runs))]
         for measure, value, spec in measures(file["alphas"]):
             if not measure.startswith("AURC"):
-                cells.append(f"{statistics.fmean(value(run, test) for run in runs):{spec}}")
+                mean = statistics.fmean(value(run, test) for run in runs)
+                cells.append("-" if math.isnan(mean) else f"{mean:{spec}}")
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
