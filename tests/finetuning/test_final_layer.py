@@ -77,11 +77,12 @@ def test_enough_rows_are_held_out_to_certify_something_if_half_are_enough() -> N
     assert held_out_rows(160, args) == 79
     assert held_out_rows(158, args) == 79
     assert held_out_rows(157, args) == 63  # not enough anyway: fit on as many as usual
-    fitted, held_out = part_rows(160, args)
+    prompts = [str(n) for n in range(160)]
+    fitted, held_out = part_rows(prompts, args)
     assert (len(fitted), len(held_out)) == (81, 79)
-    assert evaluated_rows(160, args) == fitted  # a certificate's rows must not choose the checkpoint
+    assert evaluated_rows(prompts, args) == fitted  # a certificate's rows must not choose the checkpoint
     paper = SDMConfig(None, documents="paper", report_to="none")
-    assert evaluated_rows(160, paper) == list(range(160))
+    assert evaluated_rows(prompts, paper) == list(range(160))
 
 
 def test_the_dry_run_says_whether_anything_can_be_certified(
@@ -90,16 +91,22 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
     monkeypatch.chdir(tmp_path)
     tiny_lm().save_pretrained("model")
     tiny_tokenizer().save_pretrained("model")
-    for name, rows in (("rows", copy_rows(40)), ("few", copy_rows(40, 1)), ("many", copy_rows(200, 1))):
+    for name, rows in (("rows", copy_rows(40)), ("few", copy_rows(40, 1)), ("many", copy_rows(250, 1))):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["train", "--model", "model", "--data", "rows.jsonl", "--output", "o", "--use-cpu", "--dry-run"]
     assert main([*command, "--calibration", "few.jsonl"]) == 0
     out, err = capsys.readouterr()
-    assert "Certificate: 16 calibration rows are held out for it; about 79 are the least" in " ".join(out.split())
+    held_out = round(0.4 * len({row["prompt"] for row in copy_rows(40, 1)}))
+    assert f"Certificate: {held_out} calibration rows are held out for it; about 79 are the least" in " ".join(
+        out.split()
+    )
     assert "hardly anything can be certified at this alpha: give at least 158, or choose a lower --alpha" in err
     assert main([*command, "--calibration", "many.jsonl"]) == 0
     out, err = capsys.readouterr()
-    assert "Certificate: 80 calibration rows" in " ".join(out.split())
+    assert (
+        f"Certificate: {round(0.4 * len({row['prompt'] for row in copy_rows(250, 1)}))} calibration rows"
+        in " ".join(out.split())
+    )
     assert "certified" not in err
     assert main([*command, "--calibration", "few.jsonl", "--documents", "paper"]) == 0
     assert "ertificate" not in "".join(capsys.readouterr())

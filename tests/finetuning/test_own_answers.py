@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_lm import tiny_config
-from tiny_sdm_lm import CALIBRATION, OWN, marked_rows, train
+from tiny_sdm_lm import CALIBRATION, OWN, calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel
 from sdmlm.estimator.acceptance import Evidence
@@ -42,7 +42,9 @@ def test_training_saves_a_certificate_over_held_out_rows(folder: Path) -> None:
     assert certificate is not None
     metadata = json.loads((folder / "sdm" / "lm.json").read_text())
     assert metadata["summary"] == "states+likelihood"
-    assert len(metadata["held_out"]) == certificate.prompts == CALIBRATION // 2
+    distinct = {row["prompt"] for row in calibration_rows()}
+    assert len(metadata["held_out"]) == certificate.prompts == round(len(distinct) / 2)
+    assert metadata["calibration_rows"] == CALIBRATION
     fitted = {int(name.split()[0]) for name in SDMLanguageModel.from_pretrained(folder).estimator.documents_}
     assert fitted.isdisjoint(metadata["held_out"])
 
@@ -63,7 +65,7 @@ def test_no_greedy_answer_is_left_out(lm: SDMLanguageModel, monkeypatch: pytest.
 
     def greedy() -> list[OwnDocument]:
         args = SDMConfig(None, report_to="none")
-        return greedy_answers(lm.model, lm.encoder, rows, args, exact_match, 8, progress=False)
+        return greedy_answers(lm.model, lm.encoder, rows, range(len(rows)), args, exact_match, 8, progress=False)
 
     def too_long(*args: Any) -> list[int]:
         raise ValueError("too long")
@@ -138,9 +140,15 @@ def test_sampled_answers_are_not_promised_anything(lm: SDMLanguageModel) -> None
     sampled = lm.generate(prompts, temperature=0.01, progress=False)
     assert any(v.verified for v in sampled)
     for v in sampled:
-        assert not v.verified or "promises nothing about answers that are sampled" in v.reason
+        assert not v.verified or "promises nothing about answers that are sampled or cut short" in v.reason
     greedy = lm.generate(prompts, progress=False)
     assert any("With probability 0.95, at least" in v.reason for v in greedy)
+    longer = lm.generate(prompts, max_new_tokens=50, progress=False)  # the same answers, which end by themselves
+    assert [v.reason for v in longer] == [v.reason for v in greedy]
+    for how in ({"max_new_tokens": 4}, {"stop": "<verified>"}):
+        cut = lm.generate(prompts, **how, progress=False)
+        assert not any("With probability" in v.reason for v in cut)
+        assert not any(v.finish_reason == "length" for v in cut) or "max_new_tokens" in how
 
 
 def test_the_certificate_at_another_alpha() -> None:
@@ -167,11 +175,11 @@ def test_the_parts_are_disjoint_and_the_same_for_a_seed() -> None:
     def args(seed: int) -> SDMConfig:
         return SDMConfig(None, certificate_share=0.4, seed=seed, report_to="none")
 
-    fitted, held_out = part_rows(10, args(3))
+    fitted, held_out = part_rows("abcdefghij", args(3))
     assert sorted(fitted + held_out) == list(range(10))
     assert len(held_out) == 4
-    assert part_rows(10, args(3)) == (fitted, held_out)
-    assert part_rows(10, args(4)) != (fitted, held_out)
+    assert part_rows("abcdefghij", args(3)) == (fitted, held_out)
+    assert part_rows("abcdefghij", args(4)) != (fitted, held_out)
 
 
 def test_an_lm_that_is_always_right_or_wrong_is_told() -> None:

@@ -69,7 +69,7 @@ def test_evaluation_is_one_pass_over_fixed_documents(tmp_path: Path) -> None:
 
 def test_the_rows_of_a_certificate_do_not_choose_the_checkpoint(tmp_path: Path) -> None:
     trainer = moved_on(make(tmp_path, documents="own", summary="states+likelihood", tokens_per_batch=100))
-    _, held_out = part_rows(24, trainer.args)
+    _, held_out = part_rows([row["prompt"] for row in trainer.calibration_rows], trainer.args)
     assert held_out
     calls = counting_decoder(trainer.model)
     before = trainer.evaluate()["eval_loss"]

@@ -237,13 +237,15 @@ def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
     rule = CertifiedRule(0.9, 0.05, "overall", 0.1, (math.inf, 0.0), 0.1, (1,), 40, 0, (), "digest")
     certificate = AnswerCertificate(rule, 40, 36, 30, 29, None)
     own, others = (Answer("4", [], 1, 1, finish_reason=how) for how in ("stop", "given"))
-    sampled = dataclasses.replace(own, sampled=True)
-    held = "With probability 0.95, at least 90% of the answers that pass this rule are right."
+    sampled = dataclasses.replace(own, as_certified=False)
+    held = "With probability 0.95, at least 90% of the answers that pass this rule are right, for prompts like those it was certified with."
     assert promise(certificate, own, None) == held
     assert certificate_reason(certificate, True, verification(), 0.5, 0.9, held).endswith(held)
     for search in (None, True, False):  # whatever the search
         assert promise(certificate, others, search).endswith("that the model did not write itself.")
-    assert promise(certificate, sampled, None).endswith("that are sampled: it was made with greedy ones.")
+    assert promise(certificate, sampled, None).endswith(
+        "that are sampled or cut short: it was made with greedy, whole ones."
+    )
     assert "of a search that it was not made for" in promise(certificate, own, False)
     for answer in (own, sampled):
         assert "of the answers of this search that pass" in promise(certificate, answer, True)
@@ -262,7 +264,7 @@ def test_a_certificate_promises_nothing_about_the_text_of_others() -> None:
             {},
             0.05,
             0.9,
-            "the model seldom writes answers like this one (only 5.0% of them are more unusual, 10% are asked for)",
+            "the model seldom writes answers like this one (only 5.0% of its known answers are more unusual; at least 10% must be)",
         ),
         ({}, 0.0, 0.9, "all of its known answers are more usual"),
         ({"q": 1}, 0.5, 0.6, "not surely enough: hardly any similar known answer was judged right"),

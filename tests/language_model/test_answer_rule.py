@@ -118,8 +118,6 @@ def test_a_lower_alpha_is_named_only_if_it_may_be_reached() -> None:
         certify_answers(answers(rng, 400), answers(rng, 120), alpha=found.reachable, estimator="x") for _ in range(40)
     ]
     assert np.mean([one.certified for one in lower]) > 0.3  # "may suffice"
-    hopeless = answers(rng, 10)
-    assert certify_answers(known, hopeless, alpha=0.98, estimator="x").reachable in (None, 0.7, 0.6)
     assert certify_answers(known, answers(rng, 2), alpha=0.98, estimator="x").reachable is None
 
 

@@ -28,7 +28,7 @@ def check_runs(planned: list[PlannedRun]) -> None:
         *("model", "data", "calibration", "tests", "task", "reward"),
         *("max_length", "truncate_prompt", "verification_tags", "lora_r"),
     )
-    seen: dict[str, tuple[int, int]] = {}  # numbers of rows to train and to calibrate on
+    seen: dict[str, tuple[int, list[Any]]] = {}  # the number of rows to train on, the prompts to calibrate on
     for one in planned:
         record, task = one.record(), load_task(one.settings["task"])
         reward = load_reward(one.settings["reward"])
@@ -49,7 +49,7 @@ def check_runs(planned: list[PlannedRun]) -> None:
                 encode_rows(source.rows, run.encoder, source.source)
             for rows in tests:
                 check_test_rows(task, reward, rows.rows, rows.source)
-            seen[key] = run.data["train"]["used"], run.data["calibration"]["used"]
+            seen[key] = run.data["train"]["used"], [row["prompt"] for row in run.calibration]
         check_draws(settings.config, *seen[key])
 
 

@@ -6,17 +6,25 @@ import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdmlm.estimator.persistence import KIND
 from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
-from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary, fit_final_layer, save_final_layer
+from sdmlm.finetuning.final_layer import (
+    FinalLayer,
+    answers_metadata,
+    certificate_summary,
+    fit_final_layer,
+    save_final_layer,
+)
+from sdmlm.finetuning.held_out import evaluated_rows
 from sdmlm.finetuning.layers import position_limit
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import layer_summary
+from sdmlm.finetuning.settings import defaults_of
 from sdmlm.finetuning.threads import threads_for
 from sdmlm.finetuning.training_rows import completion_room, encode_rows
 from sdmlm.language_model.encoding import Encoder
@@ -27,7 +35,7 @@ from sdmlm.language_model.sdm_folder import LM_FILE
 from sdmlm.rewards import check_reward, reward_as_fitted
 from sdmlm.storage.artifacts import CONFIG, SDM_FOLDER
 from sdmlm.storage.output_paths import check_artifact_folder, check_output_file, whole_folder
-from sdmlm.storage.record import copy_record, held_out
+from sdmlm.storage.record import copy_record, held_out, read_record
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,13 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
             stacklevel=2,
         )
     check_reward(reward, rows)
+    if config.documents == "own" and (
+        unused := [name for name in changes if name in LAYER_FIELDS.values() and name != "alpha"]
+    ):
+        warnings.warn(
+            f"{', '.join(unused)} changes nothing here: the SDM layer over own answers is fitted automatically.",
+            stacklevel=2,
+        )
     model = load_lm(run.model, "auto").to(config.device)
     encoder = Encoder(tokenizer, config.tags(), position_limit(model, config.max_length), config.truncate_prompt)
     encoded = encode_rows(rows, encoder, data.source)
@@ -72,6 +87,7 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
     one_or_more = threads_for(model.num_parameters())
     with one_or_more, contextlib.redirect_stdout(sys.stderr):  # a reward may print
         layer = fit_final_layer(model, encoder, encoded, config, reward)
+    layer = _with_source(layer, _chosen_with(run.model, data.sha256, rows), rows)
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if is_main_process():
         weights = inner_lm(model).state_dict()
@@ -93,6 +109,32 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
         "certificate": certificate_summary(layer.certificate),
         **layer_summary(layer.estimator, config.tags()),
     }
+
+
+def _chosen_with(model: str, sha256: str | None, rows: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Which of these rows took part in the choice of the model's checkpoint."""
+    record = read_record(model)
+    if record is None or record["data"]["calibration"]["sha256"] != sha256:
+        return set()
+    if not record["config"].get("load_best_model_at_end") or record["data"]["calibration"]["used"] != len(rows):
+        return set()
+    names = ("documents", "summary", "seed", "alpha", "certificate_share", "certificate_delta", "certificate_epsilon")
+    then = defaults_of(record) | {name: record["config"][name] for name in names if name in record["config"]}
+    return set(evaluated_rows([row["prompt"] for row in rows], SDMConfig(None, report_to="none", **then)))
+
+
+def _with_source(layer: FinalLayer, chosen_with: set[int], rows: Sequence[Mapping[str, Any]]) -> FinalLayer:
+    """The layer; if rows of its certificate helped to choose the checkpoint, the certificate says so."""
+    n = len(chosen_with & set(layer.held_out))
+    if layer.certificate is None or not n:
+        return layer
+    warnings.warn(
+        f"The model's checkpoint was chosen with {n} of the {len(layer.held_out)} rows of the certificate, so its promise is a "
+        "little too good. For one that holds strictly, give rows that training has not seen.",
+        stacklevel=3,
+    )
+    source = f"{layer.certificate.source}, with which the checkpoint was chosen"
+    return replace(layer, certificate=replace(layer.certificate, source=source))
 
 
 def _present_settings(model: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def save_state(trainer: SDMTrainer, folder: Path) -> None:
         "epoch": trainer.layer_epoch,
         "rows": len(trainer.rows),
         "calibration_positive": trainer.calibration_positive,
+        "evaluated": trainer.evaluated,
+        "gamma_other": trainer.args.gamma_other,
         "negatives": trainer.negatives.state_dict(),
     }
     write_text_atomically(folder / STATE, json.dumps(state, ensure_ascii=False))
@@ -44,6 +46,13 @@ def load_state(trainer: SDMTrainer, folder: Path) -> None:
     ):
         if now != then:
             raise ValueError(f"{folder} was written with {then} {name} rows, not {now}: resume with the same rows.")
+    # Before these two were stored, all rows were evaluated and there were no answers to other prompts.
+    then = state.get("evaluated", list(range(len(trainer.calibration_rows)))), state.get("gamma_other", 0.0)
+    if then != (trainer.evaluated, trainer.args.gamma_other):
+        raise ValueError(
+            f"{folder} was written with other settings: resume with the same documents, gamma_other, alpha, seed and settings of "
+            "the certificate (before sdmlm 0.1.0: documents='paper', gamma_other=0)."
+        )
     trainer.calibration_positive = state["calibration_positive"]
     trainer.negatives.load_state_dict(state["negatives"])
     trainer.layer_epoch = int(state["epoch"])

@@ -11,7 +11,7 @@ from sdmlm.finetuning.loss import CHUNK_NUMEL
 from sdmlm.finetuning.processes import is_main_process
 from sdmlm.finetuning.run import TrainingRun
 from sdmlm.language_model.encoding import IGNORED, Encoded, Encoder
-from sdmlm.language_model.rows import PreferenceRow
+from sdmlm.language_model.rows import PreferenceRow, first_rows
 from sdmlm.storage.progress import track
 
 Pair = tuple[Encoded, Encoded]  # the positive and the negative document of a row
@@ -49,7 +49,7 @@ def check_trainable(run: TrainingRun, checked: DryRun) -> None:
     """Raise the error with which training would refuse these rows, if it would."""
     if checked.summary["lengths"]["refused"]:
         run.encoded()
-    check_draws(run.config, run.data["train"]["used"], run.data["calibration"]["used"])
+    check_draws(run.config, run.data["train"]["used"], [row["prompt"] for row in run.calibration])
 
 
 def _encode_all(run: TrainingRun) -> tuple[list[Pair | None], dict[str, Any]]:
@@ -90,7 +90,8 @@ def _certificate(run: TrainingRun) -> dict[str, int] | None:
     config = run.config
     if config.documents != "own":
         return None
-    return {"held_out": held_out_rows(len(run.calibration), config), "least": rows_for_certificate(config)}
+    distinct = len(first_rows(row["prompt"] for row in run.calibration))
+    return {"held_out": held_out_rows(distinct, config), "least": rows_for_certificate(config)}
 
 
 def _memory(run: TrainingRun, pairs: list[Pair | None]) -> dict[str, int]:

@@ -47,8 +47,8 @@ class AnswerCount:
 class FinalLayer:
     """The SDM layer for use, and how the model answered the calibration prompts.
 
-    `summary` and `documents` say what the layer reads and what it was fitted over. `certificate`, and `held_out`, the rows
-    that it was made with, exist only with documents="own".
+    `summary` and `documents` say what the layer reads and what it was fitted over. `certificate`, and `held_out`, those of the
+    `rows` calibration rows that it was made with, exist only with documents="own".
     """
 
     estimator: SDMEstimator
@@ -58,6 +58,7 @@ class FinalLayer:
     reduction: Reduction | None = None
     certificate: AnswerCertificate | None = None
     held_out: tuple[int, ...] = ()
+    rows: int = 0
 
 
 def answers_metadata(answers: AnswerCount | None) -> dict[str, int] | None:
@@ -158,10 +159,12 @@ def _over_own_answers(
     own, failed = from_main_process(accelerator, (own, failed), args.device)  # sampled answers may differ between GPUs
     if own is None:
         raise NoOwnAnswers(failed)
+    own.estimator.device = args.device
     if own.warning is not None:
         warnings.warn(own.warning, stacklevel=4)
     answers = AnswerCount(own.prompts, own.right)
-    return FinalLayer(own.estimator, answers, str(args.summary), "own", own.reduction, own.certificate, own.held_out)
+    fitted = own.reduction, own.certificate, own.held_out, len(rows)
+    return FinalLayer(own.estimator, answers, str(args.summary), "own", *fitted)
 
 
 TRAINING_FIELDS = (
@@ -211,7 +214,7 @@ def save_final_layer(
         }  # what was asked for, also where it could not be had
     if final is not None and final.documents == "own":
         metadata |= {"summary": final.summary, "documents": final.documents}
-        metadata |= {"calibration_rows": final.answers.prompts, "held_out": list(final.held_out)}
+        metadata |= {"calibration_rows": final.rows, "held_out": list(final.held_out)}
     save_certificate(folder, None)  # the one of an earlier layer
     metadata |= save_reduction(folder, None if final is None else final.reduction)
     write_sdm_folder(folder, estimator, metadata)

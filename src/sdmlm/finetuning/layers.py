@@ -49,10 +49,14 @@ def check_halves(positive: Sequence[bool], name: str) -> None:
             )
 
 
-def check_draws(args: SDMConfig, n_train: int, n_calibration: int) -> None:
-    """Refuse row counts that leave some SDM layer of the run without both classes in both halves."""
-    drawn = positives(args, n_calibration, 0)
-    check_halves([drawn[i] for i in evaluated_rows(n_calibration, args)], "calibration")
+def check_draws(args: SDMConfig, n_train: int, calibration: Sequence[Any]) -> None:
+    """Refuse rows that leave some SDM layer of the run without both classes in both halves.
+
+    `calibration`: the prompts of the calibration rows.
+    """
+    drawn, evaluated = positives(args, len(calibration), 0), evaluated_rows(calibration, args)
+    name = "calibration" if len(evaluated) == len(drawn) else "calibration (without those held out for the certificate)"
+    check_halves([drawn[i] for i in evaluated], name)
     if args.loss == "sdm":
         # Every epoch splits its own documents. With a thousand rows no draw can fail in practice: check one epoch only.
         for epoch in range(1, 1 + (math.ceil(args.num_train_epochs) if n_train < 1000 else 1)):
@@ -82,7 +86,7 @@ def fit_and_broadcast(
 
 
 def from_main_process(accelerator: Accelerator, value: Any, device: torch.device) -> Any:
-    """The main process's value, on every process; its tensors come to `device`."""
+    """The main process's value, on every process; what was on its accelerator comes to `device`."""
     if accelerator.num_processes == 1:
         return value
     payload: list[Any] = [None]
@@ -93,7 +97,10 @@ def from_main_process(accelerator: Accelerator, value: Any, device: torch.device
     broadcast_object_list(payload)
     if accelerator.is_main_process:
         return value
-    where = device if device.type != "cpu" else torch.device("cpu")  # torch.load refuses "cpu:0"
+
+    def where(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else torch.serialization.default_restore_location(storage, str(device))
+
     return torch.load(io.BytesIO(payload[0]), map_location=where, weights_only=False)
 
 

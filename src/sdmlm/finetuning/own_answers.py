@@ -56,8 +56,9 @@ def fit_over_own_answers(
     model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool = True
 ) -> OwnLayer:
     """Fit the SDM layer on own answers to some of the rows, and certify it with those to the others."""
-    fitted, held_out = part_rows(len(rows), args)
-    answers = greedy_answers(model, encoder, rows, args, reward, room, progress)
+    fitted, held_out = part_rows([row["prompt"] for row in rows], args)
+    used = sorted([*fitted, *held_out])
+    answers = dict(zip(used, greedy_answers(model, encoder, rows, used, args, reward, room, progress), strict=True))
     known = [answers[i] for i in fitted]
     documents = [*known, *more_documents(model, encoder, rows, known, args, reward, room, progress)]
     fresh = [answers[i] for i in held_out]
@@ -81,10 +82,10 @@ def fit_over_own_answers(
         usual=usual,
         estimator=estimator.digest(),
     )
-    right = sum(document.right for document in answers)
-    too_little = _too_little(documents, right, len(rows))
+    right = sum(document.right for document in answers.values())
+    too_little = _too_little(documents, right, len(used))
     evidence = known_evidence, fresh_evidence
-    return OwnLayer(estimator, reduction, certificate, len(rows), right, tuple(held_out), too_little, *evidence)
+    return OwnLayer(estimator, reduction, certificate, len(used), right, tuple(held_out), too_little, *evidence)
 
 
 def _out_of_sample(

@@ -56,13 +56,20 @@ def unique_names(documents: Sequence[OwnDocument]) -> list[str]:
 
 
 def greedy_answers(
-    model: Any, encoder: Encoder, rows: Rows, args: SDMConfig, reward: Reward, room: int, progress: bool
+    model: Any,
+    encoder: Encoder,
+    rows: Rows,
+    numbers: Sequence[int],
+    args: SDMConfig,
+    reward: Reward,
+    room: int,
+    progress: bool,
 ) -> list[OwnDocument]:
-    """The greedy answer to each row, none left out: a certificate must not depend on which answers are easy to read."""
-    prompts = [row["prompt"] for row in rows]
+    """The greedy answers to the rows of these numbers, none left out: a certificate must not depend on which are easy to read."""
+    prompts = [rows[i]["prompt"] for i in numbers]
     ids = generate(model, encoder, prompts, room, tokens_per_batch=args.tokens_per_batch, progress=progress)
     texts = [encoder.read(answer)[0] for answer in ids]
-    labelled = _labelled(encoder, rows, [(i, "greedy", text) for i, text in enumerate(texts)], reward)
+    labelled = _labelled(encoder, rows, [(i, "greedy", text) for i, text in zip(numbers, texts, strict=True)], reward)
     left = answer_room(encoder, room)
     read = [encoder.written_document(*one, left) for one in zip(prompts, texts, ids, strict=True)]
     return [dataclasses.replace(a, ids=b, start=start) for a, (b, start) in zip(labelled, read, strict=True)]

@@ -27,7 +27,7 @@ from sdmlm.finetuning.training_rows import TrainingRow, encode_rows
 from sdmlm.language_model.answer_rule import load_certificate
 from sdmlm.language_model.encoding import Encoder, VerificationTags
 from sdmlm.language_model.loading import load_by_name, load_lm, load_tokenizer, model_path
-from sdmlm.language_model.rows import PreferenceRow, PreferenceRows, read_preferences
+from sdmlm.language_model.rows import PreferenceRow, PreferenceRows, prompt_key, read_preferences
 from sdmlm.rewards import Reward, check_reward, load_reward
 from sdmlm.storage.artifacts import SDM_FOLDER, write_text_atomically
 from sdmlm.storage.plain_json import plain_json
@@ -165,7 +165,7 @@ def warn_about(run: TrainingRun) -> None:
             f"training and {len(calibration)} for calibration.",
             stacklevel=2,
         )
-    shared = len({_prompt_key(row) for row in train} & {_prompt_key(row) for row in calibration})
+    shared = len({prompt_key(row["prompt"]) for row in train} & {prompt_key(row["prompt"]) for row in calibration})
     if shared:
         warnings.warn(
             f"{shared} prompts stand both in the training and in the calibration rows: the calibration will look too good.",
@@ -180,10 +180,6 @@ def warn_about(run: TrainingRun) -> None:
             "smaller batches, which make more steps.",
             stacklevel=2,
         )
-
-
-def _prompt_key(row: PreferenceRow) -> str:
-    return json.dumps(row["prompt"], sort_keys=True)
 
 
 def _suggested_rate(steps: int) -> float:

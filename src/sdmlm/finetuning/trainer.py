@@ -175,8 +175,8 @@ class SDMTrainer(SavingTrainer):
         """Set up the policy that chooses one document per row, and the choice for D_ca, the same for all checkpoints."""
         assert args.max_new_tokens is not None
         self.calibration_positive = positives(args, len(self.calibration_rows), epoch=0)
-        self.evaluated = evaluated_rows(len(self.calibration_rows), args)
-        check_draws(args, len(self.rows), len(self.calibration_rows))
+        self.evaluated = evaluated_rows([row["prompt"] for row in self.calibration_rows], args)
+        check_draws(args, len(self.rows), [row["prompt"] for row in self.calibration_rows])
         gamma_gen = args.gamma_gen if args.hard_negatives else 0.0
         gammas = args.gamma_plus, gamma_gen, args.gamma_diversity
         policy = NegativePolicy(*gammas, args.seed, gamma_other=args.gamma_other, gamma_revise=args.gamma_revise)

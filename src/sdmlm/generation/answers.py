@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +44,14 @@ class Answer:
     finish_reason: str = "given"
     start: int = 0  # how many of `ids` are the prompt's
     h: Tensor | None = None  # its summary, if it is known
-    sampled: bool = False  # with a temperature
+    cut: bool = False  # by a stop string, or before its own end
+    as_certified: bool = True  # greedy and whole, as a certificate's held-out answers are written
+
+
+def marked(answer: Answer, sampling: Sampling, usual: Sampling) -> Answer:
+    """The answer with `as_certified`: whether `usual`, the settings of a certificate, would have given it too."""
+    whole = not answer.cut and answer.completion_tokens <= usual.max_new_tokens
+    return replace(answer, as_certified=sampling == usual or (sampling.temperature == 0 and whole))
 
 
 class AnswerText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from sdmlm.language_model.answer_rule import (
     evidence_of,
     save_certificate,
 )
+from sdmlm.language_model.rows import first_rows
 from sdmlm.language_model.usual import UsualLikelihood
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
 from sdmlm.storage.artifacts import SDM_FOLDER
@@ -29,11 +31,14 @@ if TYPE_CHECKING:
 
 CANDIDATE_SHARE = 0.2  # share of the rows that fix the candidate thresholds; the others test them
 LEAST_USUAL = 50  # number of own answers needed to say which answers are usual
-MOST_KNOWN = 0.25  # share of the prompts that may be known to the SDM layer: those of short prompts may recur by chance
+MOST_KNOWN = 0.25  # share of the prompts that may be known to the SDM layer: short prompts may recur by chance
 
 
-def check_new(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse rows that the SDM layer was fitted over, and none at all. Which rows the LM was trained on is not known here."""
+def new_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows with new prompts, each prompt once; refused if many are known to the SDM layer, or if there are none at all.
+
+    Which rows the LM was trained on is not known here.
+    """
     if not rows:
         raise ValueError("No rows are given: a certificate needs new ones.")
     texts = sorted(lm.estimator.documents_.values())
@@ -43,11 +48,19 @@ def check_new(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> None:
         at = bisect_left(texts, start)
         return at < len(texts) and texts[at].startswith(start)
 
-    n = sum(map(known, rows))
-    if n > MOST_KNOWN * len(rows):
+    distinct = [rows[i] for i in first_rows(row["prompt"] for row in rows)]
+    new = [row for row in distinct if not known(row)]
+    if (n := len(distinct) - len(new)) > MOST_KNOWN * len(distinct):
         raise ValueError(
-            f"The SDM layer was fitted over the prompts of {n} of these {len(rows)} rows: a certificate needs new rows."
+            f"The SDM layer was fitted over the prompts of {n} of these {len(distinct)} rows: a certificate needs new rows."
         )
+    if len(new) < len(rows):
+        warnings.warn(
+            f"{len(rows) - len(new)} of {len(rows)} rows are left out: their prompts stand in other rows, or are known to the "
+            "SDM layer.",
+            stacklevel=3,
+        )
+    return new
 
 
 def own_answers(
@@ -80,7 +93,7 @@ def certify_lm(
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the certificate in: give save=False.")
-    check_new(lm, rows)
+    rows = new_rows(lm, rows)
     r = reward_as_fitted(reward, lm.metadata)
     check_reward(r, rows)
     answers, right = own_answers(lm, rows, r, None, progress)

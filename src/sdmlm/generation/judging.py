@@ -138,12 +138,12 @@ def promise(certificate: AnswerCertificate, answer: Answer, search: bool | None)
         return f"{promises_nothing} that the model did not write itself."
     if search is False:
         return f"{promises_nothing} of a search that it was not made for (sdmlm certify --search makes one)."
-    if search is None and answer.sampled:
-        return f"{promises_nothing} that are sampled: it was made with greedy ones."
+    if search is None and not answer.as_certified:
+        return f"{promises_nothing} that are sampled or cut short: it was made with greedy, whole ones."
     rule, of_search = certificate.rule, " of this search" if search else ""
     return (
         f"With probability {1 - rule.delta:g}, at least {percent(rule.alpha)} of the answers{of_search} that pass this rule are "
-        "right."
+        "right, for prompts like those it was certified with."
     )
 
 
@@ -168,10 +168,10 @@ def certificate_reason(
         return f"{start}the answer is judged wrong ({seen})." if one.q > 1 else f"{start}the answer is judged wrong."
     if usual < rule.least_distance or (usual <= 0 and rule.epsilon > 0):
         seldom = (
-            "all of its known answers are more usual" if usual <= 0 else f"only {usual:.1%} of them are more unusual"
+            "all of its known answers are more usual"
+            if usual <= 0
+            else f"only {usual:.1%} of its known answers are more unusual"
         )
-        return (
-            f"{start}the model seldom writes answers like this one ({seldom}, {rule.least_distance:.0%} are asked for)."
-        )
+        return f"{start}the model seldom writes answers like this one ({seldom}; at least {rule.least_distance:.0%} must be)."
     least = certificate.least_certainty
     return f"{start}it is judged right, but not surely enough: {seen} ({certainty:.3f}, {least:.3f} is asked for)."

@@ -22,7 +22,7 @@ from sdmlm.estimator.region import HighReliabilityRegion, check_alpha
 from sdmlm.estimator.scores import Scores
 from sdmlm.generation import prompts as reading
 from sdmlm.generation import storage
-from sdmlm.generation.answers import Answer, Sampling, check_whole
+from sdmlm.generation.answers import Answer, Sampling, check_whole, marked
 from sdmlm.generation.feedback import FeedbackStore, label_number
 from sdmlm.generation.judging import applicable, by_certificate, verifications, widened
 from sdmlm.generation.summaries import add_missing, check_summary, reading_precision
@@ -257,11 +257,12 @@ class SDMLanguageModel:
         returns False. `keep_going(index)` is called after every token; the answer ends when it returns False.
         For search: the LM reads `contexts` instead of the prompts, and its turn begins with the ids `prefixes`; `judge` computes h.
         """
-        # A larger max_new_tokens must not shorten the prompt further.
-        room = answer_room(self.encoder, min(sampling.max_new_tokens, self.sampling().max_new_tokens))
+        usual = self.sampling()  # a larger max_new_tokens must not shorten the prompt further
+        room = answer_room(self.encoder, min(sampling.max_new_tokens, usual.max_new_tokens))
         with reading_precision(self.model, self.metadata):
             how = prompts, sampling, seeds, room, self.tokens_per_batch, listeners or {}, keep_going, progress
-            return write_answers(self.model, self.encoder, *how, contexts, prefixes, self.reads_likelihood)
+            answers = write_answers(self.model, self.encoder, *how, contexts, prefixes, self.reads_likelihood)
+        return [marked(answer, sampling, usual) for answer in answers]
 
     # Judging
 

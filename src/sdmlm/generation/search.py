@@ -167,12 +167,12 @@ def _ranked(
 def prepared_policies(lm: SDMLanguageModel, alpha: float, sampling: Sampling) -> list[SearchPolicy]:
     """The searches that were certified (or calibrated, for a model without a certificate) with these settings.
 
-    Those for which nothing could be certified come last: none of their answers is verified.
+    The newest comes first, whatever came out: to choose the search by its certificate would weaken the promise.
     """
     single = lm.certificate(alpha)
     if single is not None:
         apply = [c for c in lm.search_certificates if c.matches(c.policy, alpha, sampling, single)]
-        return [c.policy for c in sorted(apply, key=lambda c: not c.certificate.certified)]
+        return [c.policy for c in reversed(apply)]
     return [c.policy for c in lm.search_calibrations if c.matches(c.policy, alpha, sampling, lm.digest())]
 
 

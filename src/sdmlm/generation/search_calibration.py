@@ -8,7 +8,6 @@ models without a certificate; for the others see `sdmlm.generation.search_certif
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from sdmlm.estimator.region import HighReliabilityRegion, check_alpha, membershi
 from sdmlm.generation.answers import Sampling
 from sdmlm.generation.judging import widened
 from sdmlm.generation.search import SearchPolicy, as_policy, run_search
-from sdmlm.language_model.encoding import Prompt, check_rows
+from sdmlm.language_model.encoding import check_rows
+from sdmlm.language_model.rows import prompt_key
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
 from sdmlm.storage.artifacts import SDM_FOLDER, finite_or_none, locked, none_as_infinity, read_metadata, write_metadata
 
@@ -233,12 +233,12 @@ def _calibration_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -
             start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"]))
             if not lm.estimator.documents_.get(i, start).startswith(start):
                 raise ValueError(f"Row {i} has another prompt than document {i} of the SDM layer: {other}")
-    known = {_key(rows[i]["prompt"]) for i in support_ids if isinstance(i, int)}
+    known = {prompt_key(rows[i]["prompt"]) for i in support_ids if isinstance(i, int)}
     given = [lm.estimator.documents_[i] for i in support_ids if not isinstance(i, int)]  # by feedback
 
     def new(i: int) -> bool:
         start = lm.encoder.decode(lm.encoder.encode_prompt(rows[i]["prompt"])) if given else ""
-        return _key(rows[i]["prompt"]) not in known and not any(text.startswith(start) for text in given)
+        return prompt_key(rows[i]["prompt"]) not in known and not any(text.startswith(start) for text in given)
 
     kept = sorted(i for i in calibration_ids if isinstance(i, int) and new(i))
     if not kept:
@@ -256,15 +256,11 @@ def _held_out_rows(lm: SDMLanguageModel, rows: Sequence[Mapping[str, Any]]) -> l
             f"The SDM layer was made with {n} calibration rows and {len(rows)} are given: give the same, in their order."
         )
     held_out = set(lm.metadata["held_out"])
-    seen = {_key(row["prompt"]) for i, row in enumerate(rows) if i not in held_out}
-    kept = [i for i in sorted(held_out) if _key(rows[i]["prompt"]) not in seen]
+    seen = {prompt_key(row["prompt"]) for i, row in enumerate(rows) if i not in held_out}
+    kept = [i for i in sorted(held_out) if prompt_key(rows[i]["prompt"]) not in seen]
     if not kept:
         raise ValueError("Every held-out prompt was fitted over too, so no row is left to calibrate the search on.")
     return kept
-
-
-def _key(prompt: Prompt) -> str:
-    return json.dumps(prompt if isinstance(prompt, str) else [dict(m) for m in prompt], sort_keys=True)
 
 
 # On disk

@@ -19,7 +19,7 @@ import numpy as np
 from sdmlm.errors import BadSetting
 from sdmlm.estimator.region import check_alpha
 from sdmlm.generation.answers import Sampling
-from sdmlm.generation.certification import certified_rule, check_new
+from sdmlm.generation.certification import certified_rule, new_rows
 from sdmlm.generation.search import SearchPolicy, as_policy, run_search
 from sdmlm.language_model.answer_rule import DELTA, EPSILON, AnswerCertificate
 from sdmlm.rewards import Reward, apply_reward, check_reward, reward_as_fitted
@@ -150,7 +150,7 @@ def certify_search(
         )
     if save and lm.folder is None:
         raise ValueError("This model has no folder of its own to keep the certificate in: give save=False.")
-    check_new(lm, rows)
+    rows = new_rows(lm, rows)
     r = reward_as_fitted(reward, lm.metadata)
     check_reward(r, rows)
     prompts = [row["prompt"] for row in rows]

@@ -36,7 +36,6 @@ def write_answers(
 
     def finish(n: int, ids: list[int]) -> list[int]:
         answers[n] = _written_answer(encoder, prompts[n], ids, texts[n], room)
-        answers[n].sampled = sampling.temperature > 0
         return answers[n].ids
 
     def should_stop(n: int, ids: list[int]) -> bool:
@@ -84,7 +83,7 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
     verbatim, prompt_ids = text.verbatim(ids), encoder.encode_prompt(prompt, room)
     body, verdict = text.read(verbatim)
     document, start = encoder.written_document(prompt, body, ids, room)
-    ended = text.stopped(ids) or encoder.ends(ids)
+    stopped, ends = text.stopped(ids), encoder.ends(ids)
     return Answer(
         text=body,
         ids=document,
@@ -93,5 +92,6 @@ def _written_answer(encoder: Encoder, prompt: PromptIds, ids: list[int], text: A
         completion_tokens=len(ids),
         generated=verbatim,
         lm_verdict=verdict,
-        finish_reason="stop" if ended else "length",
+        finish_reason="stop" if stopped or ends else "length",
+        cut=stopped or not ends,
     )

@@ -34,7 +34,7 @@ from sdmlm.language_model.usual import UsualLikelihood
 from sdmlm.storage.artifacts import none_as_infinity, write_text_atomically
 
 FILE = "certificate.json"  # in sdm/
-KIND, FORMAT_VERSION = "sdmlm answer certificate", 2
+KIND, FORMAT_VERSION = "sdmlm answer certificate", 3
 DELTA, EPSILON = 0.05, 0.1
 _LOWER = (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 YES = 1
@@ -121,7 +121,7 @@ class AnswerCertificate:
             more = ", and more if some are wrong" if self.right < self.prompts else ""
             return (
                 f"about {least} held-out prompts are needed even if all answers are right{more}; give more rows (up to half of "
-                f"the calibration rows are held out) or choose {lower}"
+                f"the calibration rows are held out; of the rows of sdmlm certify, four in five) or choose {lower}"
             )
         if self.rule.needed > self.prompts:
             return f"about {self.rule.needed} held-out prompts would be needed; give more rows or choose {lower}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,19 @@ from sdmlm.storage.text_files import decode, json_lines, parquet_table, parse_js
 
 PreferenceRow = dict[str, Any]  # prompt, chosen, rejected, and any further columns
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>.+))?")
+
+
+def prompt_key(prompt: Any) -> str:
+    """The same text for equal prompts, whether they are strings or conversations."""
+    return json.dumps(prompt if isinstance(prompt, str) else [dict(m) for m in prompt], sort_keys=True)
+
+
+def first_rows(prompts: Iterable[Any]) -> list[int]:
+    """The number of the first row with each prompt, ascending."""
+    first: dict[str, int] = {}
+    for i, prompt in enumerate(prompts):
+        first.setdefault(prompt_key(prompt), i)
+    return list(first.values())
 
 
 @dataclass(frozen=True)
