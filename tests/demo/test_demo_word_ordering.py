@@ -18,7 +18,8 @@ from sdmlm import SDMLanguageModel
 from sdmlm.cli import main
 from sdmlm.cli.commands.data import read_sentences
 from sdmlm.demo import word_ordering as word_ordering_demo
-from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits, pick_examples
+from sdmlm.demo.examples import pick_examples
+from sdmlm.demo.word_ordering import FAST_SIZES, OURS, TRAINING, command, demo_splits
 from sdmlm.evaluation.lm_evaluation import read_evaluation
 from sdmlm.finetuning.recipe import read_recipe
 from sdmlm.generation.certification import certify_lm
@@ -116,6 +117,7 @@ def test_it_explains(demo: tuple[Path, str]) -> None:
     assert re.search(r"similar, at distance [\d.]+:.*?, which\s+is\s+(right|wrong)\s+for\s", shown, re.DOTALL)
     assert re.search(r"The verdict on it is (Yes|No)\.\s+It is (right\.|wrong; the sentence was: )", shown)
     assert shown.index('"test" are 200 new sentences') < shown.index("Selective classification")
+    assert shown.index("own rule") < shown.index("Selective classification")  # what is certified comes first
     assert re.search(r"^SDM \+ HN: epoch 1\.\d, loss", shown, re.MULTILINE)  # progress in a log
     assert "sdmlm chat" in shown
     comparisons = json.loads((folder / "tables.json").read_text(encoding="utf-8"))["comparisons"]
@@ -206,9 +208,11 @@ def test_the_published_demo_keeps_its_word() -> None:
 def test_rows_are_always_the_same_and_apart() -> None:
     splits = demo_splits(FAST_SIZES)
     assert splits == demo_splits(FAST_SIZES)
+    own = splits.pop("own")
     assert make_splits(read_sentences("demo"), **FAST_SIZES, seed=0).rows == splits  # as `sdmlm data` would make them
-    everything = [row["sentence"] for rows in splits.values() for row in rows]
-    assert len(set(everything)) == sum(FAST_SIZES.values())
+    everything = [row["sentence"] for rows in (*splits.values(), own) for row in rows]
+    assert len(set(everything)) == sum(FAST_SIZES.values()) + len(own)
+    assert len(own) == FAST_SIZES["calibration"]
 
 
 def test_an_earlier_demo_comes_back_when_the_next_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

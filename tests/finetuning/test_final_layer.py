@@ -103,10 +103,7 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
     assert "hardly anything can be certified at this alpha: give at least 158, or choose a lower --alpha" in err
     assert main([*command, "--calibration", "many.jsonl"]) == 0
     out, err = capsys.readouterr()
-    assert (
-        f"Certificate: {round(0.4 * len({row['prompt'] for row in copy_rows(250, 1)}))} calibration rows"
-        in " ".join(out.split())
-    )
+    assert "Certificate: 79 calibration rows" in " ".join(out.split())
     assert "certified" not in err
     assert main([*command, "--calibration", "few.jsonl", "--documents", "paper"]) == 0
     assert "ertificate" not in "".join(capsys.readouterr())

@@ -46,11 +46,11 @@ def show_layer(out: Any, summary: dict[str, Any]) -> None:
 
     show_certificate(out, summary)
     ca = summary["calibration"]
-    columns = ("verified", "points", "mean q", "accuracy", "psi", "accepted", "accuracy accepted")
+    columns = ("verified", "points", "mean q", "accuracy", "psi", "in region", "right there")
     caption = (
         "One line per true class of the calibration documents (is the answer right?). mean q: similar known documents that "
-        "agree, on average. accuracy: verdicts that are right. psi: least output for the class to be accepted. accepted: share "
-        "in the high-reliability region. accuracy accepted: right verdicts among these."
+        "agree, on average. accuracy: verdicts that are right. psi: least output for the class to lie in "
+        "the high-reliability region. in region: share that does. right there: right verdicts among these."
     )
     table = common.rich_table("The final SDM layer over its calibration half", columns, ["verified"], caption)
     for name, row in ca["classes"].items():

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sdmlm.experiments.answer_comparison import AnswerComparison
     from sdmlm.generation.language_model import SDMLanguageModel
-    from sdmlm.generation.verification import Verification
 
 VERIFIED, COMPARISON = "verified", "answers.json"
 ALPHA = 0.95
 LAYER: dict[str, Any] = {"alpha": ALPHA, "documents": "own"}
-LOOKED_AT = 300  # examples are chosen among this many answers
 READING = (
     "Which score tells the language model's right answers from its wrong ones? Each gets the same certificate: the loosest "
     "threshold with which, with probability 95%, at least {alpha:.0%} of the accepted answers are right. cov. is the share "
@@ -24,15 +22,16 @@ READING = (
     'usual; so do the lines that end in "if usual".'
 )
 
-Example = tuple[str, Mapping[str, str], "Verification"]
 
+def make_verified(model: Path, rows: Path, output: Path) -> SDMLanguageModel:
+    """Copy a model, with an SDM layer that is fitted over the model's own answers and certified at alpha 0.95.
 
-def make_verified(model: Path, calibration: Path, output: Path) -> SDMLanguageModel:
-    """Copy a model, with an SDM layer that is fitted over the model's own answers and certified at alpha 0.95."""
+    `rows` are new: those of the calibration chose the checkpoint, so a certificate over them would promise a little too much.
+    """
     from sdmlm.finetuning.calibration import CalibrationRun, calibrate
     from sdmlm.generation.language_model import SDMLanguageModel
 
-    calibrate(CalibrationRun(str(model), str(calibration), str(output), changes={**LAYER, "use_cpu": True}))
+    calibrate(CalibrationRun(str(model), str(rows), str(output), changes={**LAYER, "use_cpu": True}))
     return SDMLanguageModel.from_pretrained(output, device="cpu")
 
 
@@ -43,36 +42,8 @@ def compared(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str, st
     return compare_answers(lm, splits["test"], splits["shifted"], samples=0, progress=False)
 
 
-def examples_of(lm: SDMLanguageModel, splits: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Example]:
-    """The first answer of each kind, not picked by hand; a kind without an answer is left out."""
-    from sdmlm.experiments.evaluate import generation_length
-
-    wanted = {
-        "test": {
-            "A verified answer": lambda right, verified: right and verified,
-            "A right answer that is not verified": lambda right, verified: right and not verified,
-            "An error that was caught": lambda right, verified: not right and not verified,
-        },
-        "shifted": {
-            "A much longer sentence, unlike all known ones, that was not verified": lambda right, verified: not verified
-        },
-    }
-    shown: list[Example] = []
-    for name, kinds in wanted.items():
-        rows = splits[name][:LOOKED_AT]
-        length = generation_length(lm, splits[name])
-        prompts = [row["prompt"] for row in rows]
-        answers = lm.generate(prompts, max_new_tokens=length, neighbors=2, progress=False)
-        for title, fits in kinds.items():
-            pairs = zip(rows, answers, strict=True)
-            example = next(((row, a) for row, a in pairs if fits(a.text.strip() == row["chosen"], a.verified)), None)
-            if example is not None:
-                shown.append((title, *example))
-    return shown
-
-
-def comparison_html(comparison: AnswerComparison) -> str:
-    """The risk-coverage plot of the test answers, then the table."""
+def risk_coverage_html(comparison: AnswerComparison) -> str:
+    """The risk-coverage plot of the test answers."""
     import matplotlib
 
     from sdmlm.experiments.answer_runs import TEST
@@ -85,5 +56,11 @@ def comparison_html(comparison: AnswerComparison) -> str:
     )
     with matplotlib.rc_context(plots.STYLE):
         drawn = plots.risk_coverage(rows, comparison.table.alpha)
-        picture = page.figure("answers", drawn, "Risk against coverage of the test answers", caption)
-    return picture + page.scores("All scores on the same answers", comparison.table)
+        return page.figure("answers", drawn, "Risk against coverage of the test answers", caption)
+
+
+def comparison_html(comparison: AnswerComparison) -> str:
+    """The table of all scores."""
+    from sdmlm.report import page
+
+    return page.scores("All scores on the same answers", comparison.table)

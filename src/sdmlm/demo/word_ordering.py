@@ -23,28 +23,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sdmlm.demo import SENTENCES, SENTENCES_SEED, verified
+from sdmlm.demo.examples import Example, certified_examples, examples_html, pick_examples, show_examples
 from sdmlm.demo.outcomes import outcomes_html
 from sdmlm.demo.sentences import settled_sentences
 from sdmlm.evaluation.lm_evaluation import Evaluation, evaluation_file, write_evaluation
-from sdmlm.experiments.evaluate import evaluate, generation_length
+from sdmlm.experiments.evaluate import evaluate
 from sdmlm.experiments.runs import Run
 from sdmlm.storage.artifacts import SDM_FOLDER, locked, write_text_atomically
 from sdmlm.storage.record import read_record
 from sdmlm.tasks import word_ordering
 
 if TYPE_CHECKING:
+    from sdmlm.experiments.answer_comparison import AnswerComparison
     from sdmlm.experiments.tables import Tables
     from sdmlm.generation.language_model import SDMLanguageModel
-    from sdmlm.generation.verification import Verification
 
 MARK = "demo.json"  # marks the folder of a demo
 BEFORE = ".before"  # subfolder that keeps the earlier demo until the new one has finished
 REPORT = "report.html"  # written last
+OWN_ROWS = "own"  # the rows of the certified SDM layer
 SEED = 0
 LABELS = {"ce_hn": "CE + HN", "sdm_hn": "SDM + HN"}
 TABLES = ("tables.csv", "tables.json", "tables.tex")
@@ -85,10 +86,13 @@ FAST_TRAINING = {**TRAINING, "num_train_epochs": 2, "eval_steps": 0.99, "save_st
 FAST_SIZES = {"train": 1000, "calibration": 1000, "test": 200, "shifted": 200}
 
 INTRO = (
-    "A small language model (trained from scratch on sentences of a grammar) is fine-tuned on {train} sentences whose last "
-    "three words are shuffled, to put them back into order: once with the usual cross-entropy, once with the SDM loss. "
-    "{calibration} other sentences are used to calibrate an SDM layer for each. At alpha {alpha:g}, at least {alpha:.0%} of "
-    "the verdicts that it accepts should be right."
+    "A small language model (trained from scratch on sentences of a grammar) learns from {train} sentences to put their last "
+    "three words, which are shuffled, back into order: once with the usual cross-entropy, once with the SDM loss. Then an SDM "
+    "layer learns which of its answers can be used without a person looking."
+)
+STUDY = (
+    "The study behind it, as in the paper: for each of the two losses, an SDM layer is calibrated on {calibration} other "
+    "sentences. At alpha {alpha:g}, at least {alpha:.0%} of the verdicts that it accepts should be right. "
 )
 LEAD = (
     "A small language model puts the last three words of a sentence back into order, and a second model judges each of its "
@@ -110,7 +114,7 @@ def run_demo(folder: str, fast: bool, out: Console) -> Tables:
 
 def _run(home: Path, fast: bool, out: Console) -> Tables:
     began, sizes = time.perf_counter(), FAST_SIZES if fast else SIZES
-    out.print(INTRO.format(**sizes, alpha=ALPHA), style="italic")
+    out.print(INTRO.format(**sizes), style="italic")
     splits = demo_splits(sizes)
     for name, rows in splits.items():
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -132,57 +136,73 @@ def _run(home: Path, fast: bool, out: Console) -> Tables:
     runs.sort(key=lambda run: list(LABELS).index(run.setting))  # not in the order in which they finished
     out.print("A second SDM layer is fitted over the language model's own answers; then all scores are compared.")
     with one_thread():
-        lm = verified.make_verified(home / "sdm_hn", home / "data" / "calibration.jsonl", home / verified.VERIFIED)
+        lm = verified.make_verified(home / "sdm_hn", home / "data" / f"{OWN_ROWS}.jsonl", home / verified.VERIFIED)
         comparison = verified.compared(lm, splits)
-        examples = verified.examples_of(lm, splits)
+        examples = certified_examples(lm, splits)
     from sdmlm.experiments.tables import tables
     from sdmlm.report.replication import write_report
 
-    paper_tables, reading = tables(runs), READING.format(**sizes) + (FAST_READING if fast else "")
-    out.print(Text(f"\n{reading}\n", style="italic"))
-    for table in paper_tables.rich():
-        out.print(table)
-    for pair in paper_tables.comparisons:
-        out.print(Text("\n" + pair.statement()))
-    for title, row, verification in region_examples:
-        _show(out, title, row, verification)
-    own = verified.READING.format(alpha=verified.ALPHA)
-    out.print(Text(f"\n{own}\n", style="italic"))
-    out.print(comparison.table.rich())
+    paper = tables(runs)
     certificate = lm.certificate()
     promise = "" if certificate is None else certificate.sentence()
-    out.print(Text(promise))
-    for title, row, verification in examples:
-        _show(out, title, row, verification)
-    texts = (paper_tables.csv(), json.dumps(paper_tables.json(), indent=1), paper_tables.latex())
+    reading = STUDY.format(**sizes, alpha=ALPHA) + READING.format(**sizes) + (FAST_READING if fast else "")
+    _show_verified(out, comparison, promise, examples)
+    _show_study(out, paper, reading, region_examples)
+    texts = (paper.csv(), json.dumps(paper.json(), indent=1), paper.latex())
     for name, text in zip(TABLES, texts, strict=True):
         write_text_atomically(home / name, text)
     write_text_atomically(home / verified.COMPARISON, json.dumps(comparison.json(), indent=1))
-    studied = f"{INTRO.format(**sizes, alpha=ALPHA)} {reading}"
-    first = [
-        (
-            "Which answers can be used without a person looking?",
-            outcomes_html(comparison) + f"<p>{html.escape(promise)}</p>",
-        ),
-        ("Four answers and why", _examples_html(examples)),
-        (
-            "Which score tells right answers from wrong ones?",
-            f"<p>{html.escape(own)}</p>" + verified.comparison_html(comparison),
-        ),
-        ("The study behind it: cross-entropy and the SDM loss", f"<p>{html.escape(studied)}</p>"),
-    ]
-    more = [("Answers of the SDM language model", _examples_html(region_examples))]
-    write_report(home / REPORT, runs, paper_tables, "The demo: an SDM language model", more, intro=LEAD, first=first)
+    first = _first_sections(comparison, promise, examples, reading)
+    more = [("Answers of the SDM language model", examples_html(region_examples))]
+    write_report(home / REPORT, runs, paper, "The demo: an SDM language model", more, intro=LEAD, first=first)
     out.print(f"\n{time.perf_counter() - began:.0f} s. Open {home / REPORT} for plots. Try next:", markup=False)
     for line in (f"sdmlm chat {home / verified.VERIFIED}", f"sdmlm serve {home / verified.VERIFIED}"):
         out.print(f"  {line}", markup=False, soft_wrap=True)
-    return paper_tables
+    return paper
+
+
+def _show_verified(out: Console, comparison: AnswerComparison, promise: str, examples: Sequence[Example]) -> None:
+    out.print(Text(f"\n{verified.READING.format(alpha=verified.ALPHA)}\n", style="italic"))
+    out.print(comparison.table.rich())
+    out.print(Text(promise))
+    show_examples(out, examples)
+
+
+def _show_study(out: Console, paper: Tables, reading: str, examples: Sequence[Example]) -> None:
+    out.print(Text(f"\n{reading}\n", style="italic"))
+    for table in paper.rich():
+        out.print(table)
+    for pair in paper.comparisons:
+        out.print(Text("\n" + pair.statement()))
+    show_examples(out, examples)
+
+
+def _first_sections(
+    comparison: AnswerComparison, promise: str, examples: Sequence[Example], reading: str
+) -> list[tuple[str, str]]:
+    """The sections with which the report begins."""
+    own = html.escape(verified.READING.format(alpha=verified.ALPHA))
+    opening = verified.risk_coverage_html(comparison) + f"<p>{html.escape(promise)}</p>" + outcomes_html(comparison)
+    return [
+        ("Which answers can be used without a person looking?", opening),
+        ("Four answers and why", examples_html(examples)),
+        (
+            "Which score tells right answers from wrong ones?",
+            f"<p>{own}</p>" + verified.comparison_html(comparison),
+        ),
+        ("The study behind it: cross-entropy and the SDM loss", f"<p>{html.escape(reading)}</p>"),
+    ]
 
 
 def demo_splits(sizes: Mapping[str, int]) -> dict[str, list[dict[str, str]]]:
-    """The rows of the demo, always the same: those of `sdmlm data word-ordering --sentences demo` with these sizes."""
-    how: dict[str, Any] = {**sizes, "seed": SEED}
-    return word_ordering.make_splits(settled_sentences(SENTENCES, seed=SENTENCES_SEED), None, **how).rows
+    """The rows of the demo, always the same: those of `sdmlm data word-ordering --sentences demo` with these sizes.
+
+    Besides, for the certified SDM layer: as many further rows as for the calibration.
+    """
+    n, more = sizes["test"], sizes["calibration"]
+    how: dict[str, Any] = {**sizes, "test": n + more, "seed": SEED}
+    rows = word_ordering.make_splits(settled_sentences(SENTENCES, seed=SENTENCES_SEED), None, **how).rows
+    return {**rows, "test": rows["test"][:n], OWN_ROWS: rows["test"][n:]}
 
 
 @contextlib.contextmanager
@@ -332,63 +352,3 @@ def _evaluate(
     }
     write_evaluation(evaluation_file(home / setting, name), evaluation, metadata)
     return evaluation
-
-
-def pick_examples(
-    lm: SDMLanguageModel, evaluations: Mapping[str, Evaluation], splits: Mapping[str, Sequence[Mapping[str, str]]]
-) -> list[tuple[str, Mapping[str, str], Verification]]:
-    """(title, row, answer) of the first answer of each kind, not picked by hand."""
-    shown = []
-    for name, e in evaluations.items():
-        yes, right = e.prediction == 1, e.prediction == e.y
-        kinds = {
-            "verified: accepted as Yes": e.accepted & yes & right,
-            "accepted as No": e.accepted & ~yes & right,
-            "rejected (not verified: a person should look)": ~e.accepted,
-            "accepted although its verdict is wrong": e.accepted & ~right,
-        }
-        if name == "shifted":
-            kinds = {"rejected (not verified: a person should look)": ~e.accepted}
-        picked = {kind: splits[name][int(mask.argmax())] for kind, mask in kinds.items() if mask.any()}
-        room = generation_length(lm, splits[name])  # as in the evaluation, so that long answers are the same
-        prompts = [row["prompt"] for row in picked.values()]
-        answers = lm.generate(prompts, max_new_tokens=room, neighbors=2, progress=False)
-        shown += [
-            (f"The first of the {name} answers that is {kind}", row, answer)
-            for (kind, row), answer in zip(picked.items(), answers, strict=True)
-        ]
-    return shown
-
-
-def _asked(prompt: str) -> str:
-    """The part of a prompt that differs between rows, without the fixed instructions."""
-    start, end = re.findall(r"'(.*?)'(?= by reordering|\. Only)", prompt)
-    return f"{start} ... ({end})"
-
-
-def _lines_of(row: Mapping[str, str], verification: Verification) -> Iterator[str]:
-    yield f"Asked:  {_asked(row['prompt'])}"
-    yield f"Answer: {verification.text}"
-    right = verification.text.strip() == row["chosen"]
-    truth = "It is right." if right else f"It is wrong; the sentence was: {row['sentence']}"
-    yield f"The verdict on it is {verification.verdict}. {truth}"
-    yield verification.reason
-    for exemplar in verification.exemplars:
-        prompt, _, document = re.sub(r"<\|.*?\|>", "", exemplar.text or "").rpartition(" if it did not.")
-        what = "right" if exemplar.label == 1 else "wrong"
-        said = document.strip().removesuffix("<verified>").strip()
-        yield f"  similar, at distance {exemplar.distance:.2f}: {said}, which is {what} for {_asked(prompt)}"
-
-
-def _show(out: Console, title: str, row: Mapping[str, str], verification: Verification) -> None:
-    out.print(Text(f"\n{title}", style="bold"))
-    for line in _lines_of(row, verification):
-        out.print(Padding(Text(line.strip()), (0, 0, 0, len(line) - len(line.lstrip()))))
-
-
-def _examples_html(examples: Sequence[tuple[str, Mapping[str, str], Verification]]) -> str:
-    parts = []
-    for title, row, verification in examples:
-        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in _lines_of(row, verification))
-        parts.append(f"<h3>{html.escape(title)}</h3><ul>{lines}</ul>")
-    return "".join(parts)

@@ -93,10 +93,12 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     from rich.text import Text
 
     out, ca = common.console(args), result["calibration"]
-    columns = ("class", "points", "loss", "accuracy", "psi", "accepted", "accuracy accepted")
+    if result["certificate"] is not None:
+        out.print(result["certificate"]["says"], markup=False)
+    columns = ("class", "points", "loss", "accuracy", "psi", "in region", "right there")
     caption = (
         "One line per true class. loss: SDM loss. accuracy: predictions that are right. psi: least output for the class in the "
-        "high-reliability region. accepted: share in that region. accuracy accepted: right predictions among these."
+        "high-reliability region. in region: share in that region. right there: right predictions among these."
     )
     table = common.rich_table("Calibration points", columns, ["class"], caption)
     for name, row in ca["classes"].items():
@@ -111,8 +113,6 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     out.print(
         "Settings: " + ", ".join(f"{name} {value}" for name, value in result["settings"].items()) + ".", markup=False
     )
-    if result["certificate"] is not None:
-        out.print(result["certificate"]["says"], markup=False)
-    elif not ca["accepted"]:
+    if result["certificate"] is None and not ca["accepted"]:
         common.warn(f"{common.nothing_accepted(result)}, a higher learning rate or more data.")
     out.print(f"Saved to {args.output}." + (f" Report: {args.report}." if args.report else ""), markup=False)

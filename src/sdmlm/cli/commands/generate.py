@@ -69,7 +69,7 @@ def add_writing(parser: argparse.ArgumentParser, preparing: bool = False, requir
         "--search",
         choices=("resample", "reprompt", "continue"),
         required=required,
-        help="how to try again if an answer is not verified",
+        help="how to try again if an answer is not verified (in our measurements none verified more answers: docs/results.md)",
     )
     group.add_argument("--budget", type=int, default=4, metavar="N", help="with --search: further tries per prompt (4)")
 

@@ -183,7 +183,8 @@ def _show(
     for name in ("accepted", "rejected", "out_of_distribution"):
         table.add_row(name.replace("_", " "), str(counts[name]), common.percent(counts[name], len(scores)))
     out.print(table)
-    out.print(f"{counts['accepted_lower']} rows are accepted also by the lower estimate (HR lower).")
+    lower = int((scores.accepted & scores.accepted_lower).sum())
+    out.print(f"{lower} of the accepted rows lie in the region by the lower estimate, too (HR lower).")
     if data.y is not None:
         out.print(metrics_table(estimator, data, scores, names, Path(args.embeddings).stem).rich())
     written = [name for name in (args.output, args.report) if name]

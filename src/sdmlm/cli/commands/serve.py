@@ -180,6 +180,11 @@ def make_server(app: Any, settings: ServerSettings, what: str, listening: socket
             host, port = listening.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"Serving {visible(what)} on http://{shown}:{port}", flush=True)
+            if settings.upstream is not None:
+                common.warn(
+                    "Gateway: the upstream's own likelihoods are not seen, so those of the model here stand for them, and no "
+                    "certificate covers the upstream's answers: measure on rows of yours what it verifies."
+                )
 
     config = uvicorn.Config(
         app,

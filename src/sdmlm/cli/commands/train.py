@@ -105,7 +105,8 @@ def _show(args: argparse.Namespace, summary: dict[str, Any], first: str | None =
     out.print(f"{summary['steps']} steps on {data['train']['used']} rows, calibrated on {data['calibration']['used']}.")
     if best["loss"] is not None:
         where = f"at step {best['step']} (epoch {best['epoch']:.3g})"
-        out.print(f"Best evaluation: next-token loss {best['loss']:.4f} over the calibration rows, {where}.")
+        rows = "calibration rows that are not held out" if summary.get("certificate") else "calibration rows"
+        out.print(f"Best evaluation: next-token loss {best['loss']:.4f} over the {rows}, {where}.")
     show_layer(out, summary)
     folder = Path(summary["output"])
     out.print(f"Written: {folder} (model, tokenizer, sdm/, {RECORD}).", markup=False, soft_wrap=True)
