@@ -7,12 +7,14 @@ import json
 import re
 import shlex
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from benchmark_modules import benchmark
 
 from sdmlm.cli import main
 
@@ -159,13 +161,36 @@ def test_the_answers_about_gradients_and_search_follow_from_their_files() -> Non
     for run in stored("search-demo-revise.json")["results"][1:]:
         shown = f"{100 * run['verified']:.1f}%, {100 * run['verified_right']:.1f}%, {run['tokens']:.0f} |"
         assert any(line.startswith(f"| {run['budget']} | ") and shown in line for line in lines), run
-    for run in stored("loss-variants-demo.json")["runs"]:
-        n, layers = run["answers"], run["layers"]
-        accepted = [100 * statistics.mean(layer["admitted"][a] for layer in layers) / n for a in range(4)]
-        scores = [statistics.mean(layer[name] for layer in layers) for name in ("auroc", "aurc", "mean_q")]
-        cells = [*(f"{share:.1f}%" for share in accepted), f"{scores[0]:.3f}", f"{scores[1]:.4f}", f"{scores[2]:.0f}"]
-        row = f" | {100 * run['right'] / n:.1f}% | {' | '.join(cells)} |"
-        assert any(line.startswith(f"| {run['seed']}: ") and line.endswith(row) for line in lines), run["variant"]
+
+
+def test_the_tables_of_the_loss_are_those_of_their_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["loss_tables.py"])
+    benchmark("loss_tables").main()
+    made = capsys.readouterr().out
+    assert made == (ROOT / "docs" / "results" / "loss.md").read_text(encoding="utf-8")
+    known = set(made.splitlines())
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    part = text[text.index("**A testbed where it could help.**") : text.index("**What could not be tested here:**")]
+    rows = [line for line in part.splitlines() if line.startswith("| ") and not line.startswith(("| model", "| form"))]
+    assert len(rows) > 20
+    assert [line for line in rows if line not in known] == []
+
+
+def test_the_table_of_verified_answers_is_that_of_its_file() -> None:
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    rules = [model["rule"] for model in stored("verified-demo.json")["models"].values()]
+    names = ("right", "verified", "of these right", "shifted right", "shifted verified")
+    for seed, rule in enumerate(rules):
+        shares = " | ".join(f"{rule[name]:.1%}" for name in names)
+        assert rule["other"] == rule["truncated"]
+        given = f"{rule['other']:.1%} | {rule['canned']:.1%}, {rule['canned, short']:.1%}"
+        assert f"| {seed} | {shares} | {given} |" in lines
+    means = (
+        f"{statistics.mean(v):.1%} ({100 * statistics.stdev(v):.1f})" for v in ([r[n] for r in rules] for n in names)
+    )
+    assert f"| mean (standard deviation) | {' | '.join(means)} | - | - |" in lines
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
