@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from benchmark_modules import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +37,9 @@ def test_what_the_page_says_of_the_region() -> None:
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     unprotected = found[benchmark("adversary").UNPROTECTED]
     assert f"would verify {unprotected.verified:.0%} of them, and {unprotected.any_verified:.0%} of" in page
-    assert 0.45 < found["right answers to other prompts"].verified < 0.6  # "half of them"
-    assert found["one right answer, given to all prompts"].verified == pytest.approx(0.8, abs=0.02)  # "four in five"
+    others, one = (
+        found[kind].verified for kind in ("right answers to other prompts", "one right answer, given to all prompts")
+    )
+    assert f"{others:.0%} of them are verified, and one right answer is verified for {one:.0%} of all prompts" in page
     for kind in ("forged turns", "canned answers", "wrong answers with words to the judge", "empty answers"):
         assert found[kind].verified == 0, kind
