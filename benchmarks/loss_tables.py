@@ -93,11 +93,11 @@ def pair_rows(name: str, file: Mapping[str, Any], form: str) -> list[str]:
     return rows
 
 
-def form_rows(file: Mapping[str, Any], test: str = "test") -> list[str]:
-    """A row for each form: means over its seeds."""
+def form_rows(file: Mapping[str, Any], seed: int | None, test: str = "test") -> list[str]:
+    """A row for each form: means over its seeds, or one seed."""
     rows = []
     for form in dict.fromkeys(run["form"] for run in file["runs"]):
-        runs = [run for run in file["runs"] if run["form"] == form]
+        runs = [run for run in file["runs"] if run["form"] == form and seed in (None, run["seed"])]
         cells = [form, str(len(runs))]
         for measure, value, spec in measures(file["alphas"]):
             if not measure.startswith("AURC"):
@@ -122,9 +122,10 @@ def main() -> None:
         print("\n".join(rows))
     for name, file in files.items():
         used = [measure for measure, _, _ in measures(file["alphas"]) if not measure.startswith("AURC")]
-        print(f"\n## All forms, {name}, test set, means over seeds\n")
-        print(header("form", "seeds", *used))
-        print("\n".join(form_rows(file)))
+        for seed, which in ((None, "means over seeds"), (0, "seed 0")):
+            print(f"\n## All forms, {name}, test set, {which}\n")
+            print(header("form", "seeds", *used))
+            print("\n".join(form_rows(file, seed)))
 
 
 if __name__ == "__main__":
