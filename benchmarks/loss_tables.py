@@ -20,7 +20,6 @@ from scipy.stats import t
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 FILES = {
     "demo": "loss-demo.json",
-    "demo, slow": "loss-demo-slow.json",
     "stories15m": "loss-stories15m.json",
     "SmolLM2-135M": "loss-smollm2.json",
 }
