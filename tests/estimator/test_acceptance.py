@@ -165,7 +165,7 @@ def test_the_chance_to_pass_is_that_of_scipy(seed):
     expected = betabinom.cdf(np.minimum(k, n), n, errors + 0.5, seen - errors + 0.5)
     mine = beta_binomial_cdf(k.astype(float), n.astype(float), errors + 0.5, seen - errors + 0.5)
     np.testing.assert_allclose(mine, expected, atol=1e-9)
-    found = Candidates(np.zeros(5), *(v.astype(float) for v in (seen, errors, n)), np.zeros(5))
+    found = Candidates(np.zeros(5), seen.astype(float), errors.astype(float), n.astype(float), np.zeros(5))
     for i, chance in enumerate(found.chances(0.9, 0.05)):
         allowed = max((e for e in range(n[i] + 1) if binom.cdf(e, n[i], 0.1) <= 0.05), default=None)
         beta = (errors[i] + 0.5, seen[i] - errors[i] + 0.5)
