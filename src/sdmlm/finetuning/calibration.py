@@ -87,7 +87,7 @@ def calibrate(run: CalibrationRun) -> dict[str, Any]:
     one_or_more = threads_for(model.num_parameters())
     with one_or_more, contextlib.redirect_stdout(sys.stderr):  # a reward may print
         layer = fit_final_layer(model, encoder, encoded, config, reward)
-    layer = _with_source(layer, _chosen_with(run.model, data.sha256, rows), rows)
+    layer = _with_source(layer, _chosen_with(run.model, data.sha256, rows))
     source = {"source": data.source, "sha256": data.sha256, "rows": len(rows)}
     if is_main_process():
         weights = inner_lm(model).state_dict()
@@ -123,7 +123,7 @@ def _chosen_with(model: str, sha256: str | None, rows: Sequence[Mapping[str, Any
     return set(evaluated_rows([row["prompt"] for row in rows], SDMConfig(None, report_to="none", **then)))
 
 
-def _with_source(layer: FinalLayer, chosen_with: set[int], rows: Sequence[Mapping[str, Any]]) -> FinalLayer:
+def _with_source(layer: FinalLayer, chosen_with: set[int]) -> FinalLayer:
     """The layer; if rows of its certificate helped to choose the checkpoint, the certificate says so."""
     n = len(chosen_with & set(layer.held_out))
     if layer.certificate is None or not n:
