@@ -74,7 +74,7 @@ class Independent(SDMTrainer):
     def choose_documents(self, epoch: int) -> None:
         super().choose_documents(epoch)
         self.of_steps = self._documents, self._encoded_documents
-        store = _store(self, seed=self.args.seed + 1)
+        store = new_store(self, seed=self.args.seed + 1)
         numbers = range(len(self.rows))
         store.prepare(self.model, self.encoder, self.rows, numbers, epoch + 1, self.state.global_step, progress=False)
         self._documents = store.documents(self.rows, numbers, epoch + 1, self.encoder)
@@ -93,7 +93,7 @@ class Inside(SDMTrainer):
         return super().get_batch_samples((self.renewed(batch) for batch in epoch_iterator), num_batches, device)
 
     def renewed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        store, epoch = _store(self, self.args.seed), self.layer_epoch + 1
+        store, epoch = new_store(self, self.args.seed), self.layer_epoch + 1
         rows = [i for i in batch["rows"].tolist() if store.policy.draw(i, epoch).generate]
         self.model.eval()
         store.prepare(self.model, self.encoder, self.rows, rows, epoch, self.state.global_step, progress=False)
@@ -104,7 +104,7 @@ class Inside(SDMTrainer):
         return batch
 
 
-def _store(trainer: SDMTrainer, seed: int) -> HardNegatives:
+def new_store(trainer: SDMTrainer, seed: int) -> HardNegatives:
     """A store of hard negatives with the run's settings, and nothing in it."""
     policy, args = dataclasses.replace(trainer.negatives.policy, seed=seed), trainer.args
     how = args.max_new_tokens, args.temperature, args.num_generations, args.tokens_per_batch

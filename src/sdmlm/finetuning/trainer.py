@@ -305,8 +305,7 @@ class SDMTrainer(SavingTrainer):
         if eval_dataset is not None:
             raise ValueError("SDMTrainer evaluates over the calibration set it was made with: leave eval_dataset out.")
         start = time.perf_counter()
-        labels = [int(self.calibration_positive[i]) for i in self.evaluated]
-        encoded = [self.encoded_calibration[i].document(bool(y)) for i, y in zip(self.evaluated, labels, strict=True)]
+        encoded, labels = self.evaluated_documents()
         processes = self.accelerator.num_processes
         keep = self._transform is not None and fits_states_budget(self.model, encoded, processes)
         with self._phase("reading", "Evaluating: reading the calibration documents"):
@@ -330,6 +329,12 @@ class SDMTrainer(SavingTrainer):
         self.log(named)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
+
+    def evaluated_documents(self) -> tuple[list[Encoded], list[int]]:
+        """The documents of an evaluation, the same each time, and their labels."""
+        labels = [int(self.calibration_positive[i]) for i in self.evaluated]
+        rows = [self.encoded_calibration[i] for i in self.evaluated]
+        return [row.document(bool(y)) for row, y in zip(rows, labels, strict=True)], labels
 
     # The final layer, saving, resuming
 
