@@ -526,3 +526,18 @@ def test_the_benchmark_searches_as_the_model_does(lm: SDMLanguageModel, monkeypa
     assert finals["resample, budget 4"].tokens.sum() > finals["plain"].tokens.sum()
     assert (finals["best of 5 by the SDM layer"].tokens >= finals["resample, budget 4"].tokens).all()
     assert module.certified(finals["plain"], 0.99, splits=2)["verified_right"] is None  # too few rows for anything
+
+
+def test_saving_keeps_a_certificate_that_another_process_renewed(lm: SDMLanguageModel) -> None:
+    assert lm.folder is not None
+    assert lm.answer_certificate is not None
+    renewed = dataclasses.replace(lm.answer_certificate, source="renewed elsewhere")
+    save_certificate(lm.folder / "sdm", renewed)
+    lm.save_pretrained(lm.folder)
+    assert lm.answer_certificate == load_certificate(lm.folder / "sdm") == renewed
+    lm.answer_certificate = dataclasses.replace(renewed, source="renewed here")
+    save_certificate(lm.folder / "sdm", renewed)
+    lm.save_pretrained(lm.folder)
+    certificate = load_certificate(lm.folder / "sdm")
+    assert certificate is not None
+    assert certificate.source == "renewed here"

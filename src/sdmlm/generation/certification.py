@@ -103,6 +103,7 @@ def certify_lm(
     lm.answer_certificate = certificate
     if save and lm.folder is not None:
         save_certificate(lm.folder / SDM_FOLDER, certificate)
+        lm.saved_certificate = certificate
     return certificate
 
 

@@ -113,6 +113,7 @@ class SDMLanguageModel:
         self.search_calibrations: tuple[SearchCalibration, ...] = ()
         self.search_certificates: tuple[SearchCertificate, ...] = ()
         self.answer_certificate: AnswerCertificate | None = None
+        self.saved_certificate: AnswerCertificate | None = None  # as it was last read or written
         self._digest: tuple[SDMEstimator, str] | None = None
 
     @property

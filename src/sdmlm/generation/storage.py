@@ -76,7 +76,7 @@ def load(
     lm.estimator = with_feedback(estimator, lm.feedback_store.log.items)
     lm.search_calibrations = load_searches(sdm)
     lm.search_certificates = load_search_certificates(sdm)
-    lm.answer_certificate = load_certificate(sdm)
+    lm.answer_certificate = lm.saved_certificate = load_certificate(sdm)
     return lm
 
 
@@ -92,8 +92,10 @@ def save(lm: SDMLanguageModel, folder: Path) -> None:
             for one in lm.search_certificates:
                 kept = with_certificate(kept, one)
             lm.search_certificates = kept
+            if lm.answer_certificate is lm.saved_certificate:  # not renewed in this process
+                lm.answer_certificate = load_certificate(sdm)
         _write(lm, folder, folder.name, weights=not own)
-        lm.folder = folder
+        lm.folder, lm.saved_certificate = folder, lm.answer_certificate
         store.saved()
 
 
