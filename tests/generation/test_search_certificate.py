@@ -16,7 +16,7 @@ import pytest
 import torch
 from benchmark_modules import ROOT, benchmark
 from scipy.stats import binom
-from search_checks import HOT
+from search_checks import HOT, by_hand
 from tiny_sdm_lm import OWN, calibration_rows, marked_rows, train
 
 from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search, certify_search
@@ -104,7 +104,7 @@ def test_unusual_answers_come_after_all_others() -> None:
         d=np.array([0.05, 0.5, 0.5, 0.5, 0.5]),
         prediction=np.array([1, 1, 1, 1, 0]),
     )
-    done, sure = _ranked(AnswerCertificate(rule, 40, 36, 30, 29, None), scores, torch.empty(5, 1))
+    done, sure = _ranked(AnswerCertificate(rule, 40, 36, 30, 29, None), None, scores, torch.empty(5, 1))
     assert done.tolist() == [False, False, True, False, False]
     assert np.argsort(-sure).tolist() == [2, 3, 1, 4, 0]
 
@@ -541,3 +541,31 @@ def test_saving_keeps_a_certificate_that_another_process_renewed(lm: SDMLanguage
     certificate = load_certificate(lm.folder / "sdm")
     assert certificate is not None
     assert certificate.source == "renewed here"
+
+
+@pytest.mark.parametrize("why", ["higher alpha", "feedback"])
+def test_what_the_certificate_rejects_stays_rejected_where_it_promises_nothing(lm: SDMLanguageModel, why: str) -> None:
+    prompts, single = fresh_prompts(), lm.answer_certificate
+    assert single is not None
+    rule = stricter(single.rule)
+    if why == "feedback":
+        lm.feedback("abcd=", "dcba", False, save=False)
+    else:
+        rule = dataclasses.replace(rule, alpha=lm.alpha - 0.05)
+    sampling, seeds = lm.sampling(temperature=1.5), [[0, n] for n in range(len(prompts))]
+    answers = lm.write(lm.read_prompts(prompts), sampling, seeds, progress=False)
+    lm.answer_certificate = None
+    region = lm.judge(answers, lm.alpha, 0, progress=False)
+    lm.answer_certificate = guard = dataclasses.replace(single, rule=rule)
+    assert lm.certificate() is None
+    both = lm.judge(answers, lm.alpha, 0, progress=False)
+    h = lm.summaries(answers)
+    passes = rule.accepts(guard.evidence(lm.score(h, lm.alpha), h.numpy()))
+    assert [v.verified for v in both] == [v.verified and p for v, p in zip(region, passes, strict=True)]
+    refused = [v for v, alone in zip(both, region, strict=True) if alone.verified and not v.verified]
+    assert refused
+    assert all(v.accepted and v.reason.startswith("Not verified by the certificate") for v in refused)
+    searched = lm.generate(prompts, search=HOT, progress=False)
+    for n, (prompt, found) in enumerate(zip(prompts, searched, strict=True)):
+        expected, tries = by_hand(lm, prompt, n, HOT, lm.alpha)
+        assert (found.text, found.verified, found.tries) == (expected.text, expected.verified, tries)

@@ -131,6 +131,26 @@ def by_certificate(
     ]
 
 
+def guarded(
+    judged: Sequence[Verification], certificate: AnswerCertificate, scores: Scores, h: Tensor
+) -> list[Verification]:
+    """Verifications where the certificate promises nothing: the region decides, but what the certificate rejects stays rejected."""
+    evidence = certificate.evidence(scores, h.numpy())
+    accepted, certainty = certificate.rule.accepts(evidence), certificate.certainty(evidence)
+    return [
+        one
+        if accepted[i] or not one.verified
+        else dataclasses.replace(
+            one,
+            certified=False,
+            usual=float(evidence.d[i]),
+            certainty=float(certainty[i]),
+            reason=certificate_reason(certificate, False, one, float(evidence.d[i]), float(certainty[i]), ""),
+        )
+        for i, one in enumerate(judged)
+    ]
+
+
 def promise(certificate: AnswerCertificate, answer: Answer, search: bool | None) -> str:
     """What the certificate promises about an answer that it accepts: it covers what is written as its held-out answers were."""
     promises_nothing = "The certificate promises nothing about answers"

@@ -24,7 +24,7 @@ from sdmlm.generation import prompts as reading
 from sdmlm.generation import storage
 from sdmlm.generation.answers import Answer, Sampling, check_whole, marked
 from sdmlm.generation.feedback import FeedbackStore, label_number
-from sdmlm.generation.judging import applicable, by_certificate, verifications, widened
+from sdmlm.generation.judging import applicable, by_certificate, guarded, verifications, widened
 from sdmlm.generation.summaries import add_missing, check_summary, reading_precision
 from sdmlm.generation.verification import Verification
 from sdmlm.generation.writing import write_answers
@@ -276,11 +276,18 @@ class SDMLanguageModel:
         h = self.summaries(answers, progress)
         scores, certificate = self.score(h, alpha), self.certificate(alpha)
         judged = self.verdicts(answers, h, scores, self.estimator.region(alpha), neighbors)
-        return judged if certificate is None else by_certificate(answers, judged, certificate, scores, h)
+        if certificate is not None:
+            return by_certificate(answers, judged, certificate, scores, h)
+        guard = self.guard(alpha)
+        return judged if guard is None else guarded(judged, guard, scores, h)
 
     def certificate(self, alpha: float | None = None) -> AnswerCertificate | None:
         """The certificate that decides which answers are verified; None if it is for another SDM layer or a lower alpha."""
         return applicable(self.answer_certificate, self._checked_alpha(alpha), self.digest)
+
+    def guard(self, alpha: float) -> AnswerCertificate | None:
+        """The certificate where it promises nothing: for a higher alpha, or after feedback. What it rejects stays rejected there."""
+        return None if self.certificate(alpha) is not None else self.answer_certificate
 
     def summaries(self, answers: Sequence[Answer], progress: bool = True) -> Tensor:
         """h of each answer's document as the SDM layer reads it."""

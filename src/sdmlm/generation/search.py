@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sdmlm.estimator.scores import Scores
 from sdmlm.generation.answers import Answer, Sampling, check_whole
-from sdmlm.generation.judging import by_certificate, decided
+from sdmlm.generation.judging import by_certificate, decided, guarded
 from sdmlm.generation.verification import Verification
 from sdmlm.language_model.answer_rule import AnswerCertificate
 from sdmlm.language_model.encoding import Encoder, Prompt, PromptIds
@@ -109,7 +109,7 @@ def run_search(
     policy = as_policy(search)
     if not isinstance(policy, SearchPolicy):
         raise ValueError(f"search is {type(search).__name__}: give a SearchPolicy or one of {', '.join(KINDS)}.")
-    certificate = lm.certificate(alpha)
+    certificate, guard = lm.certificate(alpha), lm.guard(alpha)
     best: dict[int, tuple[Answer, Scores, float]] = {}
     refused: dict[int, Answer] = {}
     turns: list[list[str]] = [[] for _ in prompts]  # for "continue": the refused answers so far
@@ -138,7 +138,7 @@ def run_search(
         answers = lm.write([read[n] for n in still], how, seeds, progress=progress, contexts=contexts, prefixes=start)
         h = lm.summaries(answers, progress)
         scores = lm.score(h, alpha)
-        done, sure = _ranked(certificate, scores, h)
+        done, sure = _ranked(certificate, guard, scores, h)
         for i, (n, answer) in enumerate(zip(still, answers, strict=True)):
             tries[n], refused[n] = attempt + 1, answer
             spent[n] += answer.completion_tokens
@@ -154,11 +154,12 @@ def run_search(
 
 
 def _ranked(
-    certificate: AnswerCertificate | None, scores: Scores, h: torch.Tensor
+    certificate: AnswerCertificate | None, guard: AnswerCertificate | None, scores: Scores, h: torch.Tensor
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
     """Which answers end the search, and how sure the SDM layer is of each; unusual answers come after all others."""
     if certificate is None:
-        return scores.accepted & (scores.prediction == 1), scores.p[:, 1]
+        done = scores.accepted & (scores.prediction == 1)
+        return done if guard is None else done & guard.rule.accepts(guard.evidence(scores, h.numpy())), scores.p[:, 1]
     evidence = certificate.evidence(scores, h.numpy())
     unusual = ~certificate.rule.near_enough(evidence.d)
     return certificate.rule.accepts(evidence), certificate.certainty(evidence) - unusual
@@ -219,7 +220,9 @@ def _verifications(
         scores = decided(scores, calibration.deciding, alpha)
     plain = calibration is not None or policy.budget == 0  # a budget of 0 leaves nothing to choose from
     shown = (lm.estimator if calibration is None else calibration).region(alpha)
-    judged = lm.verdicts(answers, lm.summaries(answers), scores, shown, neighbors)
+    h, guard = lm.summaries(answers), lm.guard(alpha)
+    judged = lm.verdicts(answers, h, scores, shown, neighbors)
+    judged = judged if guard is None else guarded(judged, guard, scores, h)
     remark = "" if plain else NOT_CALIBRATED
     return [
         dataclasses.replace(v, tries=n, completion_tokens=tokens, calibrated=plain, reason=v.reason + remark)

@@ -38,11 +38,14 @@ export function outcome(evidence) {
 /** Whether the model's certificate decides at an alpha which answers are verified: it promises no more than its own. */
 export const certifies = (certificate, alpha) => certificate !== null && alpha <= certificate.alpha;
 
+/** Whether the certificate rejects an answer that is judged right: then it is rejected at a higher alpha, too. */
+const refused = (point) => point.certified === false && point.prediction === 1;
+
 /** The outcome at another alpha than that of the evidence: by the certificate where it decides, otherwise by the region. */
 export function outcomeIn(region, point, certificate) {
   if (certifies(certificate, region.alpha) && point.certified) return "verified";
   if (point.q === 0) return "ood";
-  if (certifies(certificate, region.alpha) && point.prediction === 1) return "rejected";
+  if (refused(point) || (certifies(certificate, region.alpha) && point.prediction === 1)) return "rejected";
   if (!inRegion(region, point)) return "rejected";
   return point.prediction === 1 ? "verified" : "wrong";
 }
@@ -95,11 +98,9 @@ export function inRegion(region, point) {
 export function effect(region, point, classes, certificate) {
   const name = classes[point.prediction];
   const at = `At alpha ${region.alpha}`;
-  if (certifies(certificate, region.alpha) && point.prediction === 1) {
-    return point.certified
-      ? `${at} this answer is verified by the certificate.`
-      : `${at} this answer is not verified: the certificate does not accept it.`;
-  }
+  const certified = certifies(certificate, region.alpha) && point.prediction === 1;
+  if (certified && point.certified) return `${at} this answer is verified by the certificate.`;
+  if (certified || refused(point)) return `${at} this answer is not verified: the certificate does not accept it.`;
   if (inRegion(region, point)) return `${at} this answer is in the region as “${name}”.`;
   if (point.q === 0) return `${at} this answer is not verified: q = 0, out of distribution at every alpha.`;
   if (isEmpty(region)) return `${at} this answer is not verified: there is no region.`;
