@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from loss_forms import FORMS, new_store
-from loss_runs import ALPHAS, fine_tune, measure, optimiser_options, read, table
+from loss_runs import ALPHAS, fine_tune, measure, optimiser_options, read
+from loss_tables import print_forms
 from transformers import TrainerCallback
 
 from sdmlm import SDMTrainer
@@ -121,10 +122,11 @@ def main() -> None:
     for seed in args.seeds:
         for form in args.forms:
             runs.append(run(form, seed, data, args))
-            stored = {"rate": args.learning_rate, "alphas": ALPHAS, "runs": runs}
+            stored = {"epochs": args.epochs, "learning_rate": args.learning_rate, "alphas": ALPHAS, "runs": runs}
             write_text_atomically(args.output, json.dumps(stored, indent=1) + "\n")
             print(form, seed, runs[-1]["kept"], runs[-1]["losses"], flush=True)
-    print(table([measured for one in runs for measured in one["epochs"].values()], args.tests[0]))
+    measured = [found for one in runs for found in one["epochs"].values()]
+    print_forms({"alphas": ALPHAS, "runs": measured}, args.tests)
 
 
 if __name__ == "__main__":

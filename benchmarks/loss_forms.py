@@ -1,15 +1,15 @@
-"""Forms of SDM fine-tuning that differ from the paper's text in one point each, as trainers (benchmarks/loss_runs.py uses them).
+"""Forms of SDM fine-tuning that differ from the paper's text in one point each where possible, as trainers (benchmarks/loss_runs.py uses them).
 
 ce           cross-entropy
 sdm          the SDM loss as in the paper
 none         no fine-tuning
 ce-static, sdm-static  ce and sdm without hard negatives
-crossfit     each document gets its base from an SDM layer over the other half of the rows
+crossfit     each document gets its base from an SDM layer over the other half of the rows (so its support is half as large)
 independent  the SDM layer of an epoch is fitted over documents that are drawn independently of those of the steps
 inside       hard negatives are generated within the step, with the current weights
-nearest      a document ignores its nearest support entry, whatever that is, instead of its own prompt's
+nearest      each document ignores its nearest support entry, whatever that is, and gets the Distance of a document in the support
 turn         h is read at the end of the turn, after a document without a tag, instead of at the tag
-verdict      the base applies to Yes and No only; the other tokens have base e
+verdict      the base applies to the tokens of the verdict and its closing tag only; the other tokens have base e
 follow       the SDM layer of the epoch is fitted anew every 25 steps
 bf16, ce-bf16  weights and AdamW's averages are rounded to bfloat16 after every step (sdm and ce)
 through      the SDM loss of the verdict is added (weight 0.5, layer frozen, q at most 50, d at least 0.2) and reaches the LM through h
@@ -142,7 +142,7 @@ class EndOfTurn(SDMTrainer):
 
 
 class VerdictOnly(SDMTrainer):
-    """The base applies to the tokens Yes and No only."""
+    """The base applies to the tokens of the verdict and its closing tag only."""
 
     def loss_inside(self, lm: Any, inputs: dict[str, Tensor], base: Tensor | None, num_items: Any) -> Tensor:
         states, head = states_of(lm, inputs), lm.get_output_embeddings()

@@ -24,7 +24,7 @@ from sdmlm.finetuning.config import SDMConfig
 from sdmlm.finetuning.layers import check_halves, fit_and_broadcast, from_main_process
 from sdmlm.finetuning.negatives import HardNegatives, NegativePolicy, generate_negatives
 from sdmlm.finetuning.own_answers import fit_over_own_answers
-from sdmlm.finetuning.training_rows import TrainingRow, completion_room, training_rows
+from sdmlm.finetuning.training_rows import TrainingRow, completion_room, encode_document, training_rows
 from sdmlm.language_model.answer_rule import AnswerCertificate, save_certificate
 from sdmlm.language_model.encoding import Encoder
 from sdmlm.language_model.forward import allow_inside
@@ -112,12 +112,7 @@ def fit_final_layer(
             stacklevel=3,
         )
     documents = store.documents(columns, range(len(checked)), epoch=0)
-    encoded = [
-        encoder.encode(checked[d.row].columns["prompt"], d.completion, d.positive, row=d.row)
-        if d.source == "generated"
-        else checked[d.row].document(d.positive)
-        for d in documents
-    ]
+    encoded = [encode_document(encoder, checked[d.row], d) for d in documents]
     h, _ = read_documents(
         model,
         encoded,

@@ -10,14 +10,12 @@ from sdmlm.finetuning.negatives import EpochDocument
 from sdmlm.language_model.encoding import Encoded, Encoder, check_rows, completion_text
 from sdmlm.rewards import Reward, check_reward
 
-PreferenceRow = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
     """A row that was checked, with both of its documents as token ids."""
 
-    columns: PreferenceRow
+    columns: Mapping[str, Any]
     positive: Encoded
     negative: Encoded
 
@@ -29,7 +27,7 @@ class TrainingRow:
 TrainingRows = list[TrainingRow]
 
 
-def encode_rows(rows: Iterable[PreferenceRow], encoder: Encoder, source: str) -> TrainingRows:
+def encode_rows(rows: Iterable[Mapping[str, Any]], encoder: Encoder, source: str) -> TrainingRows:
     """Encode rows that were checked already; the error for a row that is too long names its number and `source`."""
     encoded = []
     for number, row in enumerate(rows):
@@ -53,7 +51,7 @@ def encode_document(encoder: Encoder, row: TrainingRow, document: EpochDocument)
 
 
 def training_rows(
-    rows: Iterable[PreferenceRow] | Sequence[TrainingRow], encoder: Encoder, reward: Reward, name: str
+    rows: Iterable[Mapping[str, Any]] | Sequence[TrainingRow], encoder: Encoder, reward: Reward, name: str
 ) -> TrainingRows:
     """Rows of any data set, checked and encoded; `TrainingRow`s are both already, and are returned unchanged."""
     given = list(rows)
@@ -68,7 +66,7 @@ def training_rows(
     return encode_rows(plain, encoder, f"the {name} rows")
 
 
-def completion_room(encoder: Encoder, rows: Iterable[PreferenceRow]) -> int:
+def completion_room(encoder: Encoder, rows: Iterable[Mapping[str, Any]]) -> int:
     """Tokens that a generation may take: the longest completion of the rows and 8 more."""
     texts = [completion_text(row[name]) for row in rows for name in ("chosen", "rejected")]
     return max(len(encoder.continuation(text)) for text in texts) + encoder.suffix_length + 8
