@@ -179,6 +179,15 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def read(store: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+
+
+def known(store: Path, name: str, seed: int) -> bool:
+    """Whether the file has the lines of a data set and seed."""
+    return any((line["data"], line["seed"]) == (name, seed) for line in read(store))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -189,17 +198,17 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     store = args.output.with_suffix(".jsonl")
     store.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-    done = {(line["data"], line["seed"]) for line in lines}
     for seed in range(args.seeds):
         for data in data_sets(args.cache):
-            if (data.name, seed) in done or (args.only and args.only not in data.name):
+            if known(store, data.name, seed) or (args.only and args.only not in data.name):
                 continue
             new = run(data, seed)
+            if known(store, data.name, seed):
+                continue  # another process was first
             with store.open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in new)
-            lines += new
             print(data.name, seed, f"{new[0]['seconds']:.1f} s, coverage {new[0]['overall coverage']:.2f}", flush=True)
+    lines = read(store)
     args.output.with_suffix(".md").write_text(table(lines))
     plot(lines, args.output.with_suffix(".svg"))
     print(table(lines))

@@ -178,6 +178,23 @@ def test_the_tables_of_the_loss_are_those_of_their_runs(
     assert [line for line in rows if line not in known] == []
 
 
+def test_the_table_of_the_estimator_is_that_of_its_lines() -> None:
+    packed = (ROOT / "docs" / "results" / "selective.jsonl.gz").read_bytes()
+    lines = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
+    assert len({(line["data"], line["seed"], line["method"]) for line in lines}) == len(lines)
+    shown = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    names = {"SDM": "**SDM, certified (default)**", "SDM, HR region": "SDM, HR region (no promise)", "VBLL": "VBLL"}
+    for method, name in (names | {"logistic regression": "logistic regression"}).items():
+        of = [line for line in lines if line["method"] == method]
+        share = {key: statistics.fmean(line[f"{key} coverage"] for line in of) for key in ("overall", "predicted")}
+        right = sum(line["overall right"] for line in of) / sum(line["overall accepted"] for line in of)
+        shifted = statistics.fmean(line["overall shifted"] for line in of if line["overall shifted"] is not None)
+        cells = [statistics.fmean(line["accuracy"] for line in of), share["overall"], right, shifted]
+        text = " | ".join(f"{cell:.3f}" for cell in cells)
+        row = f"| {name} | {text} |"
+        assert row in shown.replace(f"**{share['overall']:.3f}**", f"{share['overall']:.3f}"), row
+
+
 def test_the_table_of_verified_answers_is_that_of_its_file() -> None:
     lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
     rules = [model["rule"] for model in stored("verified-demo.json")["models"].values()]
