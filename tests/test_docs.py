@@ -152,7 +152,7 @@ def stored(name: str) -> Any:
 def test_the_answers_about_gradients_and_search_follow_from_their_files() -> None:
     lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
     for entry in stored("loss-gradients-demo.json")["epochs"]:
-        shown = [f"{entry[name]:.4f}" for name in ("ce, published", "ce, crossfit", "ce, two halves")]
+        shown = [f"{entry[name]:.4f}" for name in ("ce, published", "ce, crossfit", "ce, constant", "ce, two halves")]
         assert f"| {entry['epoch']} | {' | '.join(shown)} |" in lines
     for model in stored("second-answers-demo.json")["models"].values():
         n = model["continue, greedy"]["all"]
