@@ -6,7 +6,7 @@ MODEL: an SDM language model with a certificate, which decides when a search sto
 demo's grammar (`--grammar-seed`), or read from `--data`, for a `--task` of `sdmlm.tasks`. Each policy answers all of them once. `resample` and best-of-n
 choose among the same candidates: the greedy answer and sampled ones (temperature 0.7). Then, for each of `--splits` random halves: one half certifies the policy (a fifth of it fixes the
 candidate thresholds), the other is counted. Figures are means over the splits (`verified_right`: over those in which something is
-verified), `sd` is the standard deviation of `verified`; `tokens` are those that the language model wrote for each prompt.
+verified), `sd` is the standard deviation of `verified`, `gain` mean and standard deviation of what is verified more than without a search; `tokens` are those that the language model wrote for each prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,8 @@ def policies(lm: SDMLanguageModel, rows: list[dict[str, Any]], reward: Reward) -
     return made
 
 
-def certified(finals: Finals, alpha: float, splits: int) -> dict[str, Any]:
-    """What is verified of one half under a certificate from the other."""
+def certified(finals: Finals, alpha: float, splits: int, plain: Sequence[float] | None = None) -> dict[str, Any]:
+    """What is verified of one half under a certificate from the other; `plain`: the share of each split without a search."""
     shares, accuracies, n = [], [], len(finals.tokens)
     for split in range(splits):
         half = np.random.default_rng(split).permutation(n) < n // 2
@@ -125,9 +126,24 @@ def certified(finals: Finals, alpha: float, splits: int) -> dict[str, Any]:
         "answers_right": float((finals.evidence.labels == 1).mean()),  # type: ignore[union-attr]
         "verified": float(np.mean(shares)),
         "sd": float(np.std(shares)),
+        "by_split": [float(share) for share in shares],
+        **({} if plain is None else {"gain": gain(shares, plain)}),
         "verified_right": float(np.mean(accuracies)) if accuracies else None,
         "tokens": float(finals.tokens.mean()),
     }
+
+
+def gain(shares: Sequence[float], plain: Sequence[float]) -> list[float]:
+    """Mean and standard deviation over the splits of what a policy verifies more than plain generation."""
+    differences = np.subtract(shares, plain)
+    return [float(differences.mean()), float(differences.std())]
+
+
+def by_policy(finals: dict[str, Finals], alpha: float, splits: int) -> dict[str, Any]:
+    """The figures of every policy at an alpha."""
+    plain = certified(finals["plain"], alpha, splits)
+    others = {name: one for name, one in finals.items() if name != "plain"}
+    return {"plain": plain} | {name: certified(one, alpha, splits, plain["by_split"]) for name, one in others.items()}
 
 
 def main() -> None:
@@ -150,16 +166,15 @@ def main() -> None:
     if lm.certificate() is None:
         raise SystemExit(f"{args.model} has no certificate at alpha {lm.alpha:g}: make one with sdmlm certify.")
     finals = policies(lm, rows, load_task(args.task).reward)
-    found = {
-        f"{alpha:g}": {name: certified(one, alpha, args.splits) for name, one in finals.items()} for alpha in args.alpha
-    }
+    found = {f"{alpha:g}": by_policy(finals, alpha, args.splits) for alpha in args.alpha}
     for alpha, lines in found.items():
         print(
-            f"alpha {alpha}\n| policy | answers right | verified (sd) | of these right | tokens |\n|---|---:|---:|---:|---:|"
+            f"alpha {alpha}\n| policy | answers right | verified (sd) | more (sd) | of these right | tokens |\n|---|---:|---:|---:|---:|---:|"
         )
         for name, f in lines.items():
             right = "-" if f["verified_right"] is None else f"{f['verified_right']:.1%}"
-            shown = f"{f['verified']:.1%} ({100 * f['sd']:.1f}) | {right} | {f['tokens']:.0f}"
+            more = "-" if "gain" not in f else f"{100 * f['gain'][0]:+.1f} ({100 * f['gain'][1]:.1f})"
+            shown = f"{f['verified']:.1%} ({100 * f['sd']:.1f}) | {more} | {right} | {f['tokens']:.0f}"
             print(f"| {name} | {f['answers_right']:.1%} | {shown} |")
     head = {"rows": len(rows), "grammar_seed": None if args.data else args.grammar_seed, "splits": args.splits}
     write_text_atomically(args.output, json.dumps({**head, "alphas": found}, indent=1) + "\n")
