@@ -97,7 +97,7 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
     assert main([*command, "--calibration", "few.jsonl"]) == 0
     out, err = capsys.readouterr()
     held_out = round(0.4 * len({row["prompt"] for row in copy_rows(40, 1)}))
-    assert f"Certificate: {held_out} calibration rows are held out for it; about 79 are the least" in " ".join(
+    assert f"Certificate: {held_out} calibration rows are held out for it; at least about 79 are needed" in " ".join(
         out.split()
     )
     assert "hardly anything can be certified at this alpha: give at least 158, or choose a lower --alpha" in err

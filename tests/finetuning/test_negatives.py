@@ -95,8 +95,7 @@ def test_a_generation_that_the_reward_accepts_is_no_negative(encoder: Encoder) -
     assert [a.body for a in attempts] == [None, None, None, ""]
 
 
-@pytest.mark.parametrize("as_mapping", [False, True])
-def test_a_reward_gets_the_columns_of_all_rows(encoder: Encoder, as_mapping: bool) -> None:
+def test_a_reward_gets_the_columns_of_all_rows(encoder: Encoder) -> None:
     seen: list[Any] = []
 
     def reward(prompts: list[str], completions: list[str], level: list[Any], **_: Any) -> list[int]:
@@ -107,7 +106,7 @@ def test_a_reward_gets_the_columns_of_all_rows(encoder: Encoder, as_mapping: boo
     negatives = HardNegatives(ALWAYS, reward, max_new_tokens=40)
     script = Script(encoder, ANSWERS)
     for ids in ([0, 1], [2, 3]):
-        negatives.prepare(script, encoder, dict(enumerate(rows)) if as_mapping else rows, ids, epoch=2, step=0)
+        negatives.prepare(script, encoder, rows, ids, epoch=2, step=0)
     assert seen == [None, None, None, 5]
 
 
@@ -135,7 +134,7 @@ def test_documents_follow_the_draws_and_nothing_is_made_twice(encoder: Encoder) 
     with pytest.raises(ValueError, match=r"needs a generation in epoch 2: call prepare"):
         negatives.documents(rows, range(60), epoch=2)
     made = negatives.prepare(script, encoder, rows, [*range(30), *range(5)], epoch=2, step=4)
-    made += negatives.prepare(script, encoder, dict(enumerate(rows)), range(20, 60), epoch=2, step=8)
+    made += negatives.prepare(script, encoder, rows, range(20, 60), epoch=2, step=8)
     assert [a.row for a in made] == [i for i in range(60) if policy.draw(i, 2).generate]
     assert {a.step for a in made if a.row < 30} == {4}
     for document, row in zip(negatives.documents(rows, range(60), epoch=2), range(60), strict=True):

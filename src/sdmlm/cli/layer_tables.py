@@ -46,13 +46,13 @@ def show_layer(out: Any, summary: dict[str, Any]) -> None:
 
     show_certificate(out, summary)
     ca = summary["calibration"]
-    columns = ("verified", "points", "mean q", "accuracy", "psi", "in region", "right there")
+    columns = ("is right", "points", "mean q", "accuracy", "psi", "in region", "right there")
     caption = (
         "One line per true class of the calibration documents (is the answer right?). mean q: similar known documents that "
         "agree, on average. accuracy: verdicts that are right. psi: least output for the class to lie in "
         "the high-reliability region. in region: share that does. right there: right verdicts among these."
     )
-    table = common.rich_table("The final SDM layer over its calibration half", columns, ["verified"], caption)
+    table = common.rich_table("The final SDM layer over its calibration half", columns, ["is right"], caption)
     for name, row in ca["classes"].items():
         accuracy = "-" if row["accuracy_accepted"] is None else f"{row['accuracy_accepted']:.1%}"
         numbers = f"{row['mean_q']:.1f}", f"{row['accuracy']:.1%}", _number(row["psi"])

@@ -141,7 +141,7 @@ class HardNegatives:
         self,
         model: Any,
         encoder: Encoder,
-        rows: Mapping[int, Row] | Sequence[Row],
+        rows: Sequence[Row],
         ids: Iterable[int],
         epoch: int,
         step: int,
@@ -149,7 +149,7 @@ class HardNegatives:
     ) -> list[Attempt]:
         """Generate for those of the rows `ids` that need it and have no generation yet in this epoch.
 
-        `rows[i]` is row i. Call it with the rows of one or more steps ahead: more rows make better batches.
+        Call it with the rows of one or more steps ahead: more rows make better batches.
         """
         wanted = [
             i for i in dict.fromkeys(ids) if self.policy.draw(i, epoch).generate and (epoch, i) not in self.attempts
@@ -169,8 +169,7 @@ class HardNegatives:
             [self._room(encoder, rows[i]) for i in tries] if encoder.truncate_prompt else None,
         )
         bodies = [encoder.read(g)[0] for g in generated]  # the verdict says nothing about the body: r judges it
-        every = rows.values() if isinstance(rows, Mapping) else rows
-        columns = dict.fromkeys(name for row in every for name in row) if tries else ()
+        columns = dict.fromkeys(name for row in rows for name in row) if tries else ()
         rewards = apply_reward(self.reward, [rows[i] for i in tries], bodies, encoder.tags, columns)
         for i, body, r in zip(tries, bodies, rewards, strict=True):
             known = self.attempts.get((epoch, i))
@@ -204,7 +203,7 @@ class HardNegatives:
 
     def documents(
         self,
-        rows: Mapping[int, Row] | Sequence[Row],
+        rows: Sequence[Row],
         ids: Iterable[int],
         epoch: int,
         encoder: Encoder | None = None,
@@ -216,7 +215,7 @@ class HardNegatives:
     def _with_others(
         self,
         encoder: Encoder,
-        rows: Mapping[int, Row] | Sequence[Row],
+        rows: Sequence[Row],
         documents: list[EpochDocument],
         epoch: int,
     ) -> list[EpochDocument]:

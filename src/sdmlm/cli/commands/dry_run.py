@@ -107,7 +107,7 @@ def _show_certificate(out: Any, certificate: dict[str, int] | None) -> None:
         common.warn("Nothing can be certified at alpha 1: choose a lower --alpha.")
         return
     out.print(
-        f"Certificate: {held_out} calibration rows are held out for it; about {least} are the least, and more are better."
+        f"Certificate: {held_out} calibration rows are held out for it; at least about {least} are needed, and more are better."
     )
     if held_out < least:
         common.warn(
