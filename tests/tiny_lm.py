@@ -68,6 +68,7 @@ def tiny_config(folder: str | Path, **changes: Any) -> SDMConfig:
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 1,
         "learning_rate": 3e-3,
+        "loss": "sdm",
         "exemplar_dim": 16,
         "sdm_epochs": 5,
         "sdm_learning_rate": 1e-2,

@@ -22,7 +22,7 @@ LAYER = [
 
 SMALL = [
     "--num-train-epochs", "2", "--per_device_train_batch_size", "16", "--gradient-accumulation-steps=1",
-    "--learning-rate", "3e-3", "--logging-steps", "1", "--use-cpu", "--gamma-other", "0", *LAYER,
+    "--learning-rate", "3e-3", "--loss", "sdm", "--logging-steps", "1", "--use-cpu", "--gamma-other", "0", *LAYER,
 ]  # fmt: skip
 
 

@@ -129,7 +129,12 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     for changes in ({"gamma_other": 0.5, "documents": "paper"}, {"gamma_other": 0.0, "documents": "own"}):
         with pytest.raises(ValueError, match="was written with other settings: resume with the same documents"):
             make(tmp_path, **changes).train(resume_from_checkpoint=True)
+    cross_entropy = {"documents": "paper", "gamma_other": 0.0, "loss": "ce"}
+    with pytest.raises(ValueError, match="was written with loss='sdm', not 'ce': resume with the same loss"):
+        make(tmp_path, **cross_entropy).train(resume_from_checkpoint=True)
     for state in tmp_path.glob("checkpoint-*/sdm_state.json"):  # as they were before
         values = json.loads(state.read_text())
-        state.write_text(json.dumps({k: v for k, v in values.items() if k not in ("evaluated", "gamma_other")}))
+        state.write_text(json.dumps({k: v for k, v in values.items() if k not in ("evaluated", "gamma_other", "loss")}))
+    with pytest.raises(ValueError, match="was written with loss='sdm'"):
+        make(tmp_path, **cross_entropy).train(resume_from_checkpoint=True)
     make(tmp_path, documents="paper", gamma_other=0.0).train(resume_from_checkpoint=True)

@@ -32,6 +32,7 @@ def save_state(trainer: SDMTrainer, folder: Path) -> None:
         "calibration_positive": trainer.calibration_positive,
         "evaluated": trainer.evaluated,
         "gamma_other": trainer.args.gamma_other,
+        "loss": trainer.args.loss,
         "negatives": trainer.negatives.state_dict(),
     }
     write_text_atomically(folder / STATE, json.dumps(state, ensure_ascii=False))
@@ -52,6 +53,11 @@ def load_state(trainer: SDMTrainer, folder: Path) -> None:
         raise ValueError(
             f"{folder} was written with other settings: resume with the same documents, gamma_other, alpha, seed and settings of "
             "the certificate (before sdmlm 0.1.0: documents='paper', gamma_other=0)."
+        )
+    loss = state.get("loss", "sdm" if (folder / LAYER).exists() else trainer.args.loss)
+    if loss != trainer.args.loss:
+        raise ValueError(
+            f"{folder} was written with loss={loss!r}, not {trainer.args.loss!r}: resume with the same loss."
         )
     trainer.calibration_positive = state["calibration_positive"]
     trainer.negatives.load_state_dict(state["negatives"])

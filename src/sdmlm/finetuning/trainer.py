@@ -57,7 +57,7 @@ class SDMTrainer(SavingTrainer):
     model : str, Path or model
         A folder, a name on the Hub, "demo" (the small model that comes with sdmlm), or a loaded causal LM.
     args : SDMConfig, optional
-        All options. The defaults are the paper's, except for `gamma_other` and the final SDM layer.
+        All options. The defaults are the paper's, except for `loss`, `gamma_other` and the final SDM layer.
     train_dataset : sequence of rows
         Each row maps "prompt", "chosen" and "rejected" to text or messages; further columns go to the reward.
     eval_dataset : sequence of rows

@@ -136,14 +136,10 @@ def test_recipes_of_the_repository_are_the_papers() -> None:
     phi = recipe.typed(recipe.read_recipe(str(REPOSITORY / "recipes/phi-3.5-mini/sdm_hn.yaml")), kinds)
     assert 4 * phi["per_device_train_batch_size"] * phi["gradient_accumulation_steps"] == 64
     assert "dataloader_drop_last" not in phi  # so 79 steps an epoch, of 5000 rows: the last has 8 documents
-    ours = {
-        "gamma_other": 0,
-        "documents": "paper",
-        "summary": "states",
-    }  # what is off where the paper's method is asked for
-    assert {name: phi[name] for name in ours} == ours
+    paper = {"loss": "sdm", "gamma_other": 0, "documents": "paper", "summary": "states"}  # where our defaults differ
+    assert {name: phi[name] for name in paper} == paper
     # Where the paper says something, the recipe says what the other defaults are.
-    apart = {"bf16", "gradient_accumulation_steps", "gradient_checkpointing", *ours}
+    apart = {"bf16", "gradient_accumulation_steps", "gradient_checkpointing", *paper}
     for name, value in phi.items():
         if name not in apart | set(settings.OPTIONS):
             assert value == recipe.field_default(name), name

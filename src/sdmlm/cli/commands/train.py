@@ -15,7 +15,7 @@ from sdmlm.storage.record import RECORD
 
 EXAMPLES = """\
   sdmlm train --model microsoft/Phi-3.5-mini-instruct --data rows.jsonl --output runs/phi --dry-run
-  sdmlm train --model models/tiny --data train.jsonl --calibration calibration.jsonl --output runs/tiny --loss ce
+  sdmlm train --model models/tiny --data train.jsonl --calibration calibration.jsonl --output runs/tiny --loss sdm
   sdmlm train --recipe recipes/phi-3.5-mini/sdm_hn.yaml --output runs/phi --resume
   accelerate launch --num_processes 4 -m sdmlm.cli train --recipe recipes/phi-3.5-mini/sdm_hn.yaml"""
 
