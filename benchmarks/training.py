@@ -144,6 +144,7 @@ def epoch_share(model: str, rows: list[dict[str, str]]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         args = SDMConfig(
             output_dir=folder,
+            loss="sdm",
             num_train_epochs=1,
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=1,
@@ -206,7 +207,9 @@ def main() -> None:
         "peak memory, sdm / TRL SFTTrainer": results["sdm"]["peak_mb"] / results["trl"]["peak_mb"],
         "generation, one at a time without cache / ours": results["generation"]["one_at_a_time"]
         / results["generation"]["each"],
-        "share of an SDM epoch in SDM layers, q and d (default settings, generation apart)": results["epoch"]["share"],
+        "share of an SDM epoch in SDM layers, q and d (settings of the paper, generation apart)": results["epoch"][
+            "share"
+        ],
     }
     table = Table("what", "ratio", title=f"Fine-tuning, {Path(args.model).name}, batch {BATCH}")
     for name, value in ratios.items():

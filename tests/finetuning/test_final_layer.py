@@ -111,8 +111,8 @@ def test_the_dry_run_says_whether_anything_can_be_certified(
 
 def test_a_run_begun_with_other_defaults_keeps_them_when_it_is_resumed() -> None:
     settings = {"model": "m", "data": "d", "output": "o", "seed": 3}
-    now = {"gamma_other": 0.2, "documents": "own", "summary": "states+likelihood"}
-    paper = {"gamma_other": 0.0, "documents": "paper", "summary": "states"}
+    now = {"loss": "ce", "gamma_other": 0.2, "documents": "own", "summary": "states+likelihood"}
+    paper = {"loss": "sdm", "gamma_other": 0.0, "documents": "paper", "summary": "states"}
     for config, kept in (({}, paper), (now, now)):  # a record of an older version, and of this one
         resumed = read_settings({}, record={"settings": settings, "config": config}, resume=True)
         assert {name: getattr(resumed.config, name) for name in kept} == kept
@@ -123,15 +123,17 @@ def test_a_run_begun_with_other_defaults_keeps_them_when_it_is_resumed() -> None
 
 
 def test_replicate_compares_runs_by_the_defaults_they_were_begun_with() -> None:
-    given = {"loss": "ce", "model": "m"}
+    given = {"seed": 1, "model": "m"}
 
     def difference(config: dict[str, Any], recipe: dict[str, Any]) -> str | None:
         return first_difference(defaults_of({"config": config}) | given, given | recipe)
 
-    now = {"gamma_other": 0.2, "documents": "own", "summary": "states+likelihood"}
-    assert difference({}, {"gamma_other": 0.0, "documents": "paper"}) is None  # a run of an older version
-    assert difference({}, {}) == "gamma_other"
-    assert difference({}, {"gamma_other": 0.0}) == "documents"
+    now = {"loss": "ce", "gamma_other": 0.2, "documents": "own", "summary": "states+likelihood"}
+    old = {"loss": "sdm", "gamma_other": 0.0, "documents": "paper"}  # a run of an older version
+    assert difference({}, old) is None
+    assert difference({}, {}) == "loss"
+    assert difference({}, {"loss": "sdm"}) == "gamma_other"
+    assert difference({}, {"loss": "sdm", "gamma_other": 0.0}) == "documents"
     assert difference(now, {}) is None
     assert difference(now, {"documents": "own"}) is None
     assert difference(now, {"summary": "states"}) == "summary"

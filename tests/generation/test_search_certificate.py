@@ -23,6 +23,7 @@ from sdmlm import SDMLanguageModel, SearchPolicy, calibrate_search, certify_sear
 from sdmlm.cli import main
 from sdmlm.errors import BadSetting
 from sdmlm.estimator.acceptance import CertifiedRule
+from sdmlm.experiments.answer_comparison import judge_own
 from sdmlm.generation.answers import Sampling
 from sdmlm.generation.certification import certify_lm
 from sdmlm.generation.search import _ranked, prepared_policies
@@ -541,6 +542,20 @@ def test_saving_keeps_a_certificate_that_another_process_renewed(lm: SDMLanguage
     certificate = load_certificate(lm.folder / "sdm")
     assert certificate is not None
     assert certificate.source == "renewed here"
+    other = dataclasses.replace(certificate.rule, estimator="another layer")  # calibrated anew by another process
+    save_certificate(lm.folder / "sdm", dataclasses.replace(certificate, rule=other))
+    lm.save_pretrained(lm.folder)
+    assert load_certificate(lm.folder / "sdm") == certificate
+
+
+def test_saving_keeps_a_certificate_of_a_search_that_another_process_renewed(lm: SDMLanguageModel) -> None:
+    assert lm.folder is not None
+    save_search_certificates(lm.folder / "sdm", [known(lm)])
+    mine = SDMLanguageModel.from_pretrained(lm.folder, device="cpu")
+    newer = dataclasses.replace(known(lm), tries=1.25)
+    save_search_certificates(lm.folder / "sdm", [newer])
+    mine.save_pretrained(lm.folder)
+    assert mine.search_certificates == load_search_certificates(lm.folder / "sdm") == (newer,)
 
 
 @pytest.mark.parametrize("why", ["higher alpha", "feedback"])
@@ -562,6 +577,12 @@ def test_what_the_certificate_rejects_stays_rejected_where_it_promises_nothing(l
     h = lm.summaries(answers)
     passes = rule.accepts(guard.evidence(lm.score(h, lm.alpha), h.numpy()))
     assert [v.verified for v in both] == [v.verified and p for v, p in zip(region, passes, strict=True)]
+    assert [v.certified for v in both] == [None if p else False for p in passes]
+    rows = marked_rows(len(prompts), seed=9)
+    greedy = lm.generate(prompts, progress=False)
+    assert judge_own(lm, rows, exact_match, 0, 0, progress=False).verified.tolist() == [v.verified for v in greedy]
+    with pytest.raises(ValueError, match="certify the search as well"):
+        calibrate_search(lm, calibration_rows(), HOT, save=False, progress=False)
     refused = [v for v, alone in zip(both, region, strict=True) if alone.verified and not v.verified]
     assert refused
     assert all(v.accepted and v.reason.startswith("Not verified by the certificate") for v in refused)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tag_tokenizers import byte_level
 from tiny_lm import tiny_tokenizer
 
-from sdmlm.cli.commands.generate import colour, decision
+from sdmlm.cli.commands.generate import _rule, colour, decision
 from sdmlm.estimator.acceptance import CertifiedRule
 from sdmlm.estimator.explain import Exemplar
 from sdmlm.estimator.layer import ALPHA_GRID
@@ -309,3 +309,16 @@ def test_many_suffixes_take_no_longer_for_being_many() -> None:
     assert tags.bare("abc" + "<verified>No</verified> \n" * 20_000) == "abc"
     assert tags.bare("abc" + "<ver" * 50_000) == "abc"
     assert tags.certain("abc" + "\n" * 200_000) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("certified", "rule"),
+    [
+        ({True, False}, "under the model's certificate"),
+        ({False}, "under the model's certificate"),
+        ({None}, "in the high-reliability region"),
+        ({None, False}, "in the high-reliability region, and not rejected by the certificate"),
+    ],
+)
+def test_the_summary_names_the_rule_that_decided(certified: set[bool | None], rule: str) -> None:
+    assert _rule(certified) == rule

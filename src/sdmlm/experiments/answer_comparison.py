@@ -167,10 +167,11 @@ def _judged(
 ) -> JudgedSet:
     h = lm.whole_summaries(answers, progress)
     scores = lm.score(h if lm.reduction is None else lm.reduction(h), lm.alpha)
-    in_region, certificate = scores.accepted & (scores.prediction == YES), lm.certificate()
+    in_region, certificate = scores.accepted & (scores.prediction == YES), lm.answer_certificate
     verified = in_region
     if certificate is not None:
-        verified = certificate.rule.accepts(certificate.evidence(scores, lm.summaries(answers, progress).numpy()))
+        accepted = certificate.rule.accepts(certificate.evidence(scores, lm.summaries(answers, progress).numpy()))
+        verified = accepted if lm.guard(lm.alpha) is None else accepted & in_region
     if not lm.reads_likelihood:
         ids, starts = [answer.ids for answer in answers], [answer.start for answer in answers]
         h = answer_summaries(lm.model, ids, starts, VerdictTokens.of(lm.encoder), lm.tokens_per_batch, progress)

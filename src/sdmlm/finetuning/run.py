@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sdmlm import __version__
 from sdmlm.estimator.calibration_summary import highest_alpha_with_region, summarize_calibration
 from sdmlm.estimator.estimator import SDMEstimator
-from sdmlm.finetuning.config import SDMConfig
+from sdmlm.finetuning.config import LAYER_FIELDS, SDMConfig
 from sdmlm.finetuning.final_layer import answers_metadata, certificate_summary
 from sdmlm.finetuning.layers import position_limit
 from sdmlm.finetuning.processes import is_main_process
@@ -169,6 +169,13 @@ def warn_about(run: TrainingRun) -> None:
     if shared:
         warnings.warn(
             f"{shared} prompts stand both in the training and in the calibration rows: the calibration will look too good.",
+            stacklevel=2,
+        )
+    layers = [name for name in run.settings.values if name in LAYER_FIELDS.values() and name != "alpha"]
+    if layers and (config.loss, config.documents) == ("ce", "own"):
+        warnings.warn(
+            f"{', '.join(layers)} changes nothing here: with cross-entropy no SDM layer is fitted while training, and the one over "
+            "own answers is fitted automatically.",
             stacklevel=2,
         )
     steps = run.steps()["total"]

@@ -35,7 +35,7 @@ MAY_CHANGE_ON_RESUME = {
     "report_to", "run_name", "disable_tqdm", "save_total_limit", "dataloader_num_workers",
 }  # fmt: skip
 # Defaults of older versions, which a run that was begun with them keeps when it is resumed.
-OLD_DEFAULTS = {"gamma_other": 0.0, "documents": "paper", "summary": "states"}
+OLD_DEFAULTS = {"loss": "sdm", "gamma_other": 0.0, "documents": "paper", "summary": "states"}
 _MAY_CHANGE_PREFIXES = ("logging_", "log_", "hub_")
 
 

@@ -1,9 +1,10 @@
 """SDMTrainer: fine-tune any Hugging Face causal LM into an SDM language model (docs/method.md, sections 4 to 7).
 
-In each epoch, hard negatives are generated for the prompts that drew one, and an SDM layer is fitted on one document per
-prompt with the LM frozen. In the training steps, that layer gives each document the base of its next-token loss. In the
+In each epoch, hard negatives are generated for the prompts that drew one. With `loss="sdm"` an SDM layer is fitted on one document
+per prompt with the LM frozen, and gives each document the base of its next-token loss in the training steps. In the
 middle and at the end of an epoch, another SDM layer is fitted over the calibration set D_ca, and the next-token loss over
-D_ca is computed with its bases; the checkpoint is chosen by this loss. After training, the final SDM layer is fitted.
+D_ca is computed with its bases; the checkpoint is chosen by this loss. With `loss="ce"` all bases are e, and there are no such
+layers. After training, the final SDM layer is fitted.
 """
 
 from __future__ import annotations

@@ -139,13 +139,15 @@ def guarded(
     accepted, certainty = certificate.rule.accepts(evidence), certificate.certainty(evidence)
     return [
         one
-        if accepted[i] or not one.verified
+        if accepted[i]
         else dataclasses.replace(
             one,
             certified=False,
             usual=float(evidence.d[i]),
             certainty=float(certainty[i]),
-            reason=certificate_reason(certificate, False, one, float(evidence.d[i]), float(certainty[i]), ""),
+            reason=certificate_reason(certificate, False, one, float(evidence.d[i]), float(certainty[i]), "")
+            if one.verified
+            else one.reason,
         )
         for i, one in enumerate(judged)
     ]

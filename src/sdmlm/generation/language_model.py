@@ -113,7 +113,8 @@ class SDMLanguageModel:
         self.search_calibrations: tuple[SearchCalibration, ...] = ()
         self.search_certificates: tuple[SearchCertificate, ...] = ()
         self.answer_certificate: AnswerCertificate | None = None
-        self.saved_certificate: AnswerCertificate | None = None  # as it was last read or written
+        self.saved_certificate: AnswerCertificate | None = None  # these two as they were last read or written
+        self.saved_search_certificates: tuple[SearchCertificate, ...] = ()
         self._digest: tuple[SDMEstimator, str] | None = None
 
     @property

@@ -50,7 +50,7 @@ This needs sdmlm with its extra `lm`. `AutoModelForCausalLM.from_pretrained` ope
 LIMITS = """\
 ## Limits
 
-- If nothing is promised above, verified means: accepted with the verdict {yes}.
+- If nothing is promised above, verified means: accepted with the verdict {yes}, and not rejected by the model's certificate if it has one.
 - Accepted means: in the high-reliability region, where accuracy is *estimated* to be at least alpha for each class. The
   estimate is for data like the calibration data; it can fail for other data.
 - The LM's own next token after `{open}` is not the verdict. Without the SDM layer it is no more reliable than a softmax.

@@ -103,8 +103,8 @@ def run_search(
 ) -> Searched:
     """Answer prompts under a policy; `read` are their token ids. See `SDMLanguageModel.generate`.
 
-    Each round tries all prompts without a verified answer together. The model's certificate decides whether to try again, or,
-    without one, the SDM layer's own region.
+    Each round tries all prompts without a verified answer together. The model's certificate decides whether to try again; where it
+    promises nothing, the SDM layer's own region as well; without one, the region alone.
     """
     policy = as_policy(search)
     if not isinstance(policy, SearchPolicy):

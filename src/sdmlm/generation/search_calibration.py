@@ -173,7 +173,7 @@ def calibrate_search(
     policy = as_policy(policy)
     sampling = lm.sampling(max_new_tokens, temperature, top_p, stop)
     alpha = lm.alpha if alpha is None else check_alpha(alpha)
-    if lm.certificate(alpha) is not None:
+    if lm.answer_certificate is not None:
         raise ValueError(
             "This model has a certificate, which decides about its answers: certify the search as well, with fresh rows "
             "(sdmlm certify DIR --data ROWS --search KIND)."

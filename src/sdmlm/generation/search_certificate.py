@@ -164,6 +164,7 @@ def certify_search(
         sdm = lm.folder / SDM_FOLDER
         with locked(sdm):  # another process may have certified another search in the meantime
             save_search_certificates(sdm, with_certificate(load_search_certificates(sdm), found))
+        lm.saved_search_certificates = (*lm.saved_search_certificates, found)
     lm.search_certificates = with_certificate(lm.search_certificates, found)
     return found
 

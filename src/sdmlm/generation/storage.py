@@ -75,7 +75,7 @@ def load(
     lm.feedback_store = FeedbackStore(estimator, expected, load_feedback(sdm, expected))
     lm.estimator = with_feedback(estimator, lm.feedback_store.log.items)
     lm.search_calibrations = load_searches(sdm)
-    lm.search_certificates = load_search_certificates(sdm)
+    lm.search_certificates = lm.saved_search_certificates = load_search_certificates(sdm)
     lm.answer_certificate = lm.saved_certificate = load_certificate(sdm)
     return lm
 
@@ -88,14 +88,17 @@ def save(lm: SDMLanguageModel, folder: Path) -> None:
         if own:  # including what other processes have saved there since
             lm.estimator = store.use(log, None)
             lm.search_calibrations = joined(load_searches(sdm), lm.search_calibrations)
-            kept = load_search_certificates(sdm)
+            kept, stored = load_search_certificates(sdm), load_certificate(sdm)
             for one in lm.search_certificates:
-                kept = with_certificate(kept, one)
+                if not any(one is known for known in lm.saved_search_certificates):  # made in this process
+                    kept = with_certificate(kept, one)
             lm.search_certificates = kept
-            if lm.answer_certificate is lm.saved_certificate:  # not renewed in this process
-                lm.answer_certificate = load_certificate(sdm)
+            renewed = lm.answer_certificate is not lm.saved_certificate
+            if not renewed and stored is not None and stored.rule.estimator in (lm.digest(), store.fitted.digest()):
+                lm.answer_certificate = stored
         _write(lm, folder, folder.name, weights=not own)
         lm.folder, lm.saved_certificate = folder, lm.answer_certificate
+        lm.saved_search_certificates = lm.search_certificates
         store.saved()
 
 

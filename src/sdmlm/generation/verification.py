@@ -66,7 +66,8 @@ class Verification:
     yes : str
         How the tags spell a positive verdict.
     certified : bool or None
-        Whether the certificate over own answers accepts the answer; None where it does not apply.
+        Whether the certificate over own answers accepts the answer; None without one. Where it promises nothing (a higher
+        alpha than its own, or after feedback): False if it rejects the answer, otherwise None.
     usual : float or None
         The share of the LM's known answers that are more unusual; None where there is no certificate.
     certainty : float or None
@@ -125,7 +126,8 @@ class Verification:
     def verified(self) -> bool:
         """Judged right under the model's rule of acceptance: may be used without a person looking.
 
-        The rule is the certificate where the model has one, otherwise the high-reliability region.
+        The rule is the certificate where the model has one that applies, otherwise the high-reliability region, where an answer
+        that the certificate rejects stays rejected.
         """
         return (self.accepted if self.certified is None else self.certified) and self.verdict == self.yes
 

@@ -36,7 +36,8 @@ def describe(lm: SDMLanguageModel, name: str) -> dict[str, Any]:
         "chat": bool(lm.tokenizer.chat_template),
         "examples": examples(lm),
         "control_tokens": control_tokens(lm),
-        "measured": [dataclasses.asdict(each) for each in measured(lm)],
+        # Evaluations count what the region accepts; a model with a certificate, applying or not, verifies less.
+        "measured": [dataclasses.asdict(each) for each in measured(lm)] if lm.answer_certificate is None else [],
         "certificate": _certificate(lm),
         "documents": lm.metadata.get("documents", PAPER),
     }

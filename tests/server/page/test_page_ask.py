@@ -77,7 +77,7 @@ WORDS = {
 
 
 def test_a_certificate_decides(visit: Visit, certified: Served) -> None:
-    """At every alpha of the slider the box says what the server would; above the certificate's own the region decides."""
+    """At every alpha of the slider the box says what the server would; above the certificate's own both rules have to accept."""
     page, lm = visit(certified), certified.lm
     assert lm.answer_certificate is not None
     expect(page.locator("#measured")).to_contain_text("answered 36 of 40 held-out prompts correctly")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +228,7 @@ def _show_answers(
     judged = [v for v in by_row if v is not None]
     if judged:
         verified, wrong = (sum(v.outcome == name for v in judged) for name in ("verified", "judged wrong"))
-        rule = "in the high-reliability region" if judged[0].certified is None else "under the model's certificate"
+        rule = _rule({v.certified for v in judged})
         also = f" {wrong} are judged wrong." if wrong else ""
         out.print(
             f"{verified} of {len(judged)} answers ({common.percent(verified, len(judged))}) are verified: judged "
@@ -238,6 +238,13 @@ def _show_answers(
         )
     if args.output:
         out.print(f"Written: {args.output}.", markup=False)
+
+
+def _rule(certified: Set[bool | None]) -> str:
+    """Which rule decided about answers, from their `certified`; None where a certificate promises nothing, or there is none."""
+    if None not in certified:
+        return "under the model's certificate"
+    return "in the high-reliability region" + (", and not rejected by the certificate" if False in certified else "")
 
 
 def _show_one(out: Any, n: int, prompt: Any, v: Verification) -> None:

@@ -47,7 +47,7 @@ function regionUse() {
   const { certificate, alpha, classes } = info;
   const what = "The rule of the papers: an answer whose verdict lies in it is reliably judged, by an estimate.";
   return certifies(certificate, alpha)
-    ? `${what} This model has a certificate, which decides instead what is verified, up to alpha ${number(certificate.alpha)}; ` +
+    ? `${what} This model has a certificate, which decides instead what is verified, up to alpha ${number(certificate.alpha)}; above that both rules have to accept; ` +
       `the region still decides which answers are judged wrong (${classes[0]}).`
     : what;
 }
