@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from loss_tables import RESULTS, detectable, interval, measures, pairs, stored
+from loss_tables import PAIRS, RESULTS, detectable, interval, measures, pairs, stored
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -52,15 +52,12 @@ def spread_lines(path: Path, name: str) -> list[Line]:
     return lines
 
 
-def form_lines(name: str, file: dict[str, Any]) -> list[Line]:
-    """From a file of benchmarks/loss_runs.py: forms of the SDM loss against cross-entropy."""
-    lines = []
-    for form, words in (("sdm", "SDM loss"), ("through", "and through the verdict")):
-        if found := pairs(file["runs"], form):
-            for measure, value, _ in measures(file):
-                if measure.startswith(("region, alpha", "published, alpha", "certified, alpha")):
-                    differences = [value(run, "test") - value(base, "test") for run, base in found]
-                    lines.append((f"{name}, {words}, {measure}", differences))
+def pair_lines(name: str, file: dict[str, Any]) -> list[Line]:
+    """From a file of benchmarks/loss_runs.py."""
+    found, lines = pairs(file["runs"], "sdm"), []
+    for measure, value, _ in measures(file):
+        if measure.startswith(("region, alpha", "published, alpha", "certified, alpha")):
+            lines.append((f"{name}, {measure}", [value(run, "test") - value(base, "test") for run, base in found]))
     return lines
 
 
@@ -108,8 +105,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     lines = spread_lines(RESULTS / "spread-demo.json.gz", "demo, open orders")
-    for model, file in stored().items():
-        lines += form_lines(f"{model}, averaged layers", file)
+    for model, file in stored(PAIRS).items():
+        lines += pair_lines(model, file)
     lines += spread_lines(RESULTS / "spread-stories15m.json.gz", "stories15m")
     lines.append(table_line(RESULTS / "smollm2-135m.csv.gz", "SmolLM2-135M, alpha 0.95"))
     lines += paper_lines()

@@ -20,17 +20,20 @@ from scipy.optimize import brentq
 from scipy.stats import nct, t
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-FILES = {
+PAIRS = {
     "demo": "loss-demo.json",
+    "demo, ten epochs": "loss-demo-slow.json",
     "stories15m": "loss-stories15m.json",
+    "stories15m, half of the rows": "loss-stories15m-4000.json",
     "SmolLM2-135M": "loss-smollm2.json",
 }
+FORMS = {"demo": "loss-demo-forms.json", "stories15m, half of the rows": "loss-stories15m-4000.json"}
 Run = Mapping[str, Any]
 
 
-def stored() -> dict[str, dict[str, Any]]:
+def stored(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The files that there are, by the name of the model."""
-    paths = {name: RESULTS / file for name, file in FILES.items()}
+    paths = {name: RESULTS / file for name, file in files.items()}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
 
@@ -158,9 +161,8 @@ def header(*names: str) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    files = stored()
     print("# Runs of the loss\n\nMade by `python benchmarks/loss_tables.py`. Shares and answers right are in percent.")
-    for form in ("sdm", "through"):
+    for form, files in (("sdm", stored(PAIRS)), ("through", stored(FORMS))):
         rows = [row for name, file in files.items() for row in pair_rows(name, file, form)]
         print(f"\n## `{form}` against cross-entropy (`ce`), paired by seed\n")
         print(
@@ -169,7 +171,7 @@ def main() -> None:
             )
         )
         print("\n".join(rows))
-    for name, file in files.items():
+    for name, file in stored(FORMS).items():
         print(f"\n## All forms, {name}, test set, seed 0\n\n{form_table(file, 'test', 0)}")
 
 
