@@ -154,6 +154,16 @@ def test_the_answers_about_gradients_and_search_follow_from_their_files() -> Non
     for entry in stored("loss-gradients-demo.json")["epochs"]:
         shown = [f"{entry[name]:.4f}" for name in ("ce, published", "ce, crossfit", "ce, constant", "ce, two halves")]
         assert f"| {entry['epoch']} | {' | '.join(shown)} |" in lines
+    text = "\n".join(lines)
+    again = stored("second-answers-stories15m.json")["models"]["runs/stories-revise-own"]["continue, greedy"]["all"]
+    mended = f"{again['01']} of {again['00'] + again['01']} | {again['10']} of {again['10'] + again['11']}"
+    assert f"| continue, greedy | {mended} | {again['same text']} |" in text
+    certified = stored("search-certified-stories15m-revise.json")["alphas"]["0.9"]
+    shown = " | ".join(
+        "{:+.1f} ({:.1f})".format(*(100 * x for x in certified[f"continue, budget {budget}"]["gain"]))
+        for budget in (1, 2, 4)
+    )
+    assert f"| continue | {shown} |" in text
     for model in stored("second-answers-demo.json")["models"].values():
         n = model["continue, greedy"]["all"]
         shown = [model["first_right"], f"{n['01']} of {n['00'] + n['01']}", f"{n['10']} of {n['10'] + n['11']}"]
