@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from loss_forms import FORMS, new_store
-from loss_runs import ALPHAS, fine_tune, measure, optimiser_options, read
+from loss_runs import ACCURACIES, ALPHAS, fine_tune, measure, optimiser_options, read
 from loss_tables import print_forms
 from transformers import TrainerCallback
 
@@ -126,7 +126,7 @@ def main() -> None:
             write_text_atomically(args.output, json.dumps(stored, indent=1) + "\n")
             print(form, seed, runs[-1]["kept"], runs[-1]["losses"], flush=True)
     measured = [found for one in runs for found in one["epochs"].values()]
-    print_forms({"alphas": ALPHAS, "runs": measured}, args.tests)
+    print_forms({"alphas": ALPHAS, "accuracies": ACCURACIES, "runs": measured}, args.tests)
 
 
 if __name__ == "__main__":
