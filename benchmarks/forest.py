@@ -107,7 +107,7 @@ def main() -> None:
     lines = spread_lines(RESULTS / "spread-demo.json.gz", "demo, open orders")
     for model, file in stored(PAIRS).items():
         lines += pair_lines(model, file)
-    lines += spread_lines(RESULTS / "spread-stories15m.json.gz", "stories15m")
+    lines += spread_lines(RESULTS / "spread-stories15m.json.gz", "stories15m before it could copy")
     lines.append(table_line(RESULTS / "smollm2-135m.csv.gz", "SmolLM2-135M, alpha 0.95"))
     lines += paper_lines()
     for name, differences in lines:
