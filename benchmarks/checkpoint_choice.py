@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loss_forms import FORMS, new_store
-from loss_runs import ACCURACIES, ALPHAS, fine_tune, measure, optimiser_options, read
+from loss_forms import new_store
+from loss_runs import ACCURACIES, ALPHAS, fine_tune, measure, optimiser_options, read, run_options
 from loss_tables import print_forms
 from transformers import TrainerCallback
 
@@ -103,12 +103,7 @@ def run(form: str, seed: int, data: Mapping[str, Any], args: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     optimiser_options(parser)
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["ce", "sdm"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--calibration-rows", type=int, default=1000)
-    parser.add_argument("--tests", nargs="+", default=["test"])
-    parser.add_argument("--test-rows", type=int, default=1000)
-    parser.add_argument("--draws", type=int, default=4)
+    run_options(parser)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -231,15 +231,20 @@ def optimiser_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-layers", type=int, nargs=2, metavar=("FROM", "TO"), help="LoRA on these layers only")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    optimiser_options(parser)
+def run_options(parser: argparse.ArgumentParser) -> None:
+    """Which runs are made, and with which rows they are measured."""
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["ce", "sdm"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--calibration-rows", type=int, default=1000)
     parser.add_argument("--tests", nargs="+", default=["test"], help="names of .jsonl files in --data")
     parser.add_argument("--test-rows", type=int, default=1000, help="rows of each test set")
     parser.add_argument("--draws", type=int, default=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    optimiser_options(parser)
+    run_options(parser)
     parser.add_argument("--keep", type=Path, help="folder for the fine-tuned models")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
